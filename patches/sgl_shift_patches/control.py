@@ -1,0 +1,70 @@
+"""Threshold and mode on a running server, through SGLang's ``/set_internal_state`` and a method of the Engine.
+
+SGLang hands the request to every rank at the same step of the scheduler loop, so all ranks change between the same two
+batches. The request carries numbers only (``io_struct.py:SetInternalStateReq``); a mode travels as its index in MODES.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sgl_shift.config import MODES, ConfigError, Settings, parse_mode
+from sgl_shift_patches import state
+
+logger = logging.getLogger(__name__)
+
+THRESHOLD, MODE = "shift_threshold", "shift_mode"
+
+
+def encode(requested: dict[str, Any]) -> dict[str, Any]:
+    """Replace the name of a mode by its number.
+
+    Raises:
+        ConfigError: an unknown mode.
+    """
+    if isinstance(requested.get(MODE), str):
+        return {**requested, MODE: MODES.index(parse_mode(requested[MODE], MODE))}
+    return requested
+
+
+def request_schema(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around ``SetInternalStateReq.__get_pydantic_core_schema__``: the HTTP body may name the mode."""
+    from pydantic_core import core_schema
+
+    def encode_body(body: Any) -> Any:
+        if isinstance(body, dict) and isinstance(body.get("server_args"), dict):
+            return {**body, "server_args": encode(body["server_args"])}
+        return body
+
+    return core_schema.no_info_before_validator_function(encode_body, original(*args, **kwargs))
+
+
+def update_handlers(handlers: dict[str, Any], _controller: Any) -> dict[str, Any]:
+    """After ``SchedulerInternalStateController._update_handlers``: two more."""
+    from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
+
+    def changed(key: str, value: Any) -> Settings:
+        shift = state.current()
+        assert shift is not None  # the hook is installed in ranks that have it
+        try:
+            if key == THRESHOLD:
+                return shift.settings.updated(threshold=int(value) if value == int(value) else value)
+            mode = MODES[int(value)] if value in range(len(MODES)) else value
+            settings = shift.settings.updated(mode=mode)
+        except ConfigError as error:
+            raise UpdateRejected(str(error)) from None
+        if settings.mode != "tp" and not shift.base_model:
+            raise UpdateRejected("the server was started with --shift-mode tp: there is no base model to switch to")
+        return settings
+
+    def apply(key: str, value: Any) -> None:
+        shift = state.current()
+        assert shift is not None
+        shift.settings = changed(key, value)
+        if shift.rank == 0:
+            logger.info("Shift Parallelism: threshold %d, mode %s", shift.settings.threshold, shift.settings.mode)
+
+    handler = _UpdateHandler(lambda key, value: changed(key, value) and None, apply)
+    return {**handlers, THRESHOLD: handler, MODE: handler}

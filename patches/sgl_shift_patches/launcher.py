@@ -1,0 +1,57 @@
+"""No server starts unless every rank came up with the same configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from sgl_shift.config import ShiftConfig
+from sgl_shift.stats import Stats
+from sgl_shift_patches import cli, state
+from sgl_shift_patches.groups import RanksDifferError
+
+_KEY = "shift_parallel"
+
+
+def _signature(config: ShiftConfig) -> str:
+    return json.dumps(config.to_dict(), sort_keys=True)
+
+
+def scheduler_init_info(info: dict[str, Any], _scheduler: Any) -> dict[str, Any]:
+    """After ``Scheduler.get_init_info``: what this rank runs, in its ready message. Counting starts here."""
+    shift = state.current()
+    if shift is None:
+        return info
+    shift.stats = Stats()  # warm-up batches are not the user's
+    return {**info, _KEY: _signature(shift.config)}
+
+
+def controller_init_info(info: dict[str, Any], controller: Any) -> dict[str, Any]:
+    """After ``DataParallelController.get_init_info``: hand the ranks' word on if they all say the same."""
+    said = {rank_info.get(_KEY) for rank_info in controller._scheduler_init_infos}
+    if len(said) == 1 and None not in said:
+        return {**info, _KEY: said.pop()}
+    return info
+
+
+def launch_scheduler_processes(original: Callable[..., Any], cls: type, server_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``Engine._launch_scheduler_processes``: compare the ready messages with what was asked for."""
+    result, processes = original(cls, server_args, *args, **kwargs)
+    shift = cli.config_of(server_args)
+    if not shift.enabled:
+        return result, processes
+    wait_for_ready = result.wait_for_ready
+
+    def wait_and_compare() -> None:
+        wait_for_ready()
+        expected = _signature(shift)
+        for index, info in enumerate(result.scheduler_infos):
+            if info.pop(_KEY, None) != expected:
+                raise RanksDifferError(
+                    f"scheduler {index} came up without Shift Parallelism, or with another configuration than "
+                    f"{expected}: see its log for a plugin or hook that failed. The server does not start."
+                )
+
+    result.wait_for_ready = wait_and_compare
+    return result, processes

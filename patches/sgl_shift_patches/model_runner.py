@@ -1,0 +1,159 @@
+"""ModelRunner: the base model beside the stock one, and the decision in front of both."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from sgl_shift.forward import TOKEN_DIM, Batch, ShiftParallel
+from sgl_shift.layout import HeadLayout
+from sgl_shift.policy import Configuration
+from sgl_shift.weights import weight_bytes
+from sgl_shift_patches import radix_attention, state
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(original: Callable[..., None], runner: Any) -> None:
+    """Around ``ModelRunner.load_model``. Runs before the KV pool is sized, so the pool takes what both models leave."""
+    original(runner)
+    shift = state.current()
+    if shift is None or runner.is_draft_worker:
+        return
+    model = runner.model_config
+    shift.heads = HeadLayout(shift.layout, model.num_attention_heads, model.get_total_num_kv_heads())
+    shift.weight_bytes = {"base": 0, "shift": weight_bytes([runner.model])}
+    if shift.config.loads_base:
+        base = load_base_model(runner, shift)
+        bind(runner, shift, base)
+    if shift.rank == 0:
+        logger.info(
+            "Shift Parallelism: base (SP=%d, TP=%d) above %d tokens, shift (TP=%d) up to there; mode %s. "
+            "Weights a rank: base %.1f MB, shift %.1f MB. Each KV head is kept by %d rank(s).",
+            shift.layout.sp_size,
+            shift.layout.tp_size,
+            shift.settings.threshold,
+            shift.layout.world_size,
+            shift.settings.mode,
+            shift.weight_bytes["base"] / 1e6,
+            shift.weight_bytes["shift"] / 1e6,
+            shift.heads.kv_replication,
+        )
+
+
+def load_base_model(runner: Any, shift: ShiftParallel) -> nn.Module:
+    """The same model once more, as an ordinary SGLang model of the base TP degree."""
+    from sglang.srt.model_executor.model_runner_components.load_model_utils import load_model_with_memory_saver
+    from sglang.srt.utils import reserve_rope_cache_for_long_sequences
+
+    with shift.base_scope():
+        base = load_model_with_memory_saver(
+            model_config=runner.model_config,
+            load_config=runner.load_config,
+            device=runner.device,
+            gpu_id=runner.gpu_id,
+            memory_saver_adapter=runner.memory_saver_adapter,
+            is_draft_worker=False,
+        ).model
+    reserve_rope_cache_for_long_sequences(base, runner.model_config, logger)
+    return base
+
+
+def bind(runner: Any, shift: ShiftParallel, base: nn.Module) -> None:
+    """Put the decision in front of the stock decoder stack, and the exchange into the base model's attention."""
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import _resolve_transformer_layer_model
+
+    stock_stack = _resolve_transformer_layer_model(runner.model)
+    base_stack = _resolve_transformer_layer_model(base)
+    for base_layer, stock_layer in radix_attention.pair(base_stack, stock_stack):
+        base_layer.forward = radix_attention.exchange_around(shift, base_layer, stock_layer)
+
+    stock_forward = stock_stack.forward
+    signature = inspect.signature(stock_forward)
+
+    @functools.wraps(stock_forward)  # the prefill graph runner and others read the signature
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
+        return shift.run(stock_forward, base_stack, describe(runner, arguments))
+
+    stock_stack.forward = forward
+    shift.base_model.append(base_stack)  # the stack only: the LM head that follows is the stock model's
+    shift.weight_bytes["base"] = weight_bytes(shift.base_model)
+    runner.weight_load_mem_usage += shift.weight_bytes["base"] / (1 << 30)
+
+
+def describe(runner: Any, arguments: dict[str, Any]) -> Batch:
+    """What a call of the decoder stack asks for, in the core's terms."""
+    forward_batch = arguments["forward_batch"]
+    per_token = {name: value for name, value in arguments.items() if name in TOKEN_DIM and value is not None}
+    name, tensor = next(iter(per_token.items()))
+    others = [
+        value for name, value in arguments.items() if name not in TOKEN_DIM and name not in ("forward_batch", "kwargs")
+    ]
+    return Batch(
+        arguments={**arguments, **arguments.get("kwargs", {})} if "kwargs" in arguments else arguments,
+        num_tokens=tensor.shape[TOKEN_DIM[name]],
+        base_can_run=can_run_in_base(forward_batch) and all(value is None for value in others),
+        rows=rows_after_prefill(runner, forward_batch),
+    )
+
+
+def can_run_in_base(forward_batch: Any) -> bool:
+    """Batches that the base model can take. All of these are host facts, the same on every rank."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
+
+    return (
+        forward_batch.forward_mode
+        in (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
+        # LoRA adapters are on the stock model's layers alone.
+        and not any(adapter is not None for adapter in forward_batch.lora_ids or ())
+        # A graph is captured as stock: the new groups are not part of SGLang's capture.
+        and not get_is_capture_mode()
+    )
+
+
+def rows_after_prefill(runner: Any, forward_batch: Any) -> Sequence[int] | None:
+    """Rows of the hidden states that the stock LogitsProcessor reads, or None for all of them.
+
+    Follows ``layers/logits_processor.py:LogitsProcessor._get_pruned_states``: the last token of each sequence, and
+    with input logprobs all from the start that was asked for.
+    """
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    fb = forward_batch
+    if (
+        fb.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED)
+        or fb.extend_seq_lens_cpu is None
+        or not runner.is_generation
+        or (fb.capture_hidden_mode is not None and fb.capture_hidden_mode.need_capture())
+        or fb.return_hidden_states_before_norm
+        or fb.multi_item_delimiter_indices is not None
+        or fb.token_indices_to_pool is not None
+    ):
+        return None
+    lengths = [int(length) for length in fb.extend_seq_lens_cpu]
+    starts = fb.extend_logprob_start_lens_cpu if fb.return_logprob else lengths
+    rows: list[int] = []
+    offset = 0
+    for length, start in zip(lengths, starts, strict=True):
+        rows.extend(range(offset + min(start, length - 1), offset + length))
+        offset += length
+    return rows
+
+
+def forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``ModelRunner.forward``: a graph replays without our code, and what it replays is stock."""
+    shift = state.current()
+    if shift is None or runner.is_draft_worker:
+        return original(runner, forward_batch, *args, **kwargs)
+    before = shift.stats.total
+    output = original(runner, forward_batch, *args, **kwargs)
+    if shift.stats.total == before and not forward_batch.forward_mode.is_idle():
+        shift.stats.record(Configuration.SHIFT, forward_batch.input_ids.shape[0])
+    return output

@@ -1,0 +1,199 @@
+"""Every hook into SGLang, in one table, and the check that each took hold.
+
+SGLang only logs a plugin or a hook that fails and then serves plain TP, so nothing here is taken on trust: after
+installing, :func:`verify` looks at each target again and refuses to go on if one is not hooked.
+
+Hooks come in three sets. ``DOORS`` are in every process that has the plugin and do nothing until ``--sp-size`` asks for
+more than 1; ``LAUNCHER`` and ``RANK`` are installed only then, in the launching process and in each scheduler.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from sgl_shift_patches import (
+    cli,
+    control,
+    fused_kernels,
+    groups,
+    launcher,
+    model_runner,
+    observability,
+    weight_updater,
+)
+
+SGLANG_VERSION = "0.5.23"  # the release that the hooks were written against
+
+
+class HookError(RuntimeError):
+    """A hook into SGLang that did not take hold. Serving without it would give plain TP, or wrong answers."""
+
+
+class Hook(NamedTuple):
+    target: str  # dotted path of SGLang's function
+    kind: str  # HookType: "after" sees the result, "around" wraps the call
+    function: Callable[..., Any]
+    why: str
+
+
+_SRT = "sglang.srt"
+
+DOORS: tuple[Hook, ...] = (
+    Hook(f"{_SRT}.server_args.ServerArgs.add_cli_args", "after", cli.add_cli_args, "the flags"),
+    Hook(f"{_SRT}.server_args.ServerArgs.from_cli_args", "around", cli.from_cli_args, "keeps what the flags said"),
+    Hook(
+        f"{_SRT}.distributed.bootstrap.init_parallel_runtime",
+        "after",
+        groups.init_parallel_runtime,
+        "first call of a rank that has the arguments: installs RANK, meets the other ranks, makes the groups",
+    ),
+    Hook(
+        f"{_SRT}.managers.data_parallel_controller.DataParallelController.get_init_info",
+        "after",
+        launcher.controller_init_info,
+        "hands the ranks' configuration on to the launcher",
+    ),
+)
+
+LAUNCHER: tuple[Hook, ...] = (
+    Hook(
+        f"{_SRT}.entrypoints.engine.Engine._launch_scheduler_processes",
+        "around",
+        launcher.launch_scheduler_processes,
+        "no server starts unless every rank came up with the same configuration",
+    ),
+    Hook(
+        f"{_SRT}.managers.io_struct.SetInternalStateReq.__get_pydantic_core_schema__",
+        "around",
+        control.request_schema,
+        "lets POST /set_internal_state name the mode",
+    ),
+)
+
+RANK: tuple[Hook, ...] = (
+    Hook(
+        f"{_SRT}.model_executor.model_runner.ModelRunner.load_model",
+        "around",
+        model_runner.load_model,
+        "loads the base model beside the stock one and puts the decision in front of both",
+    ),
+    Hook(
+        f"{_SRT}.model_executor.model_runner.ModelRunner.forward",
+        "around",
+        model_runner.forward,
+        "counts batches that a CUDA graph replays without running any Python of the model",
+    ),
+    Hook(
+        f"{_SRT}.model_executor.model_runner.ModelRunner.alloc_memory_pool",
+        "after",
+        observability.alloc_memory_pool,
+        "logs the KV tokens that fit beside both models",
+    ),
+    Hook(
+        f"{_SRT}.models.utils.enable_fused_set_kv_buffer",
+        "around",
+        fused_kernels.enable_fused_set_kv_buffer,
+        "a kernel that writes KV before the exchange would write another rank's heads",
+    ),
+    Hook(
+        f"{_SRT}.layers.layer_boundary.residual.add_norm.flashinfer_ar_fusion_applies",
+        "around",
+        fused_kernels.flashinfer_ar_fusion_applies,
+        "its one workspace belongs to the stock TP group",
+    ),
+    Hook(
+        f"{_SRT}.managers.scheduler.Scheduler.run_batch",
+        "after",
+        observability.run_batch,
+        "marks each result with the configuration that ran it",
+    ),
+    *(
+        Hook(
+            f"{_SRT}.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.{method}",
+            "around",
+            observability.process_batch_result,
+            "shows the configuration in SGLang's batch lines",
+        )
+        for method in ("process_batch_result_prefill", "process_batch_result_decode")
+    ),
+    Hook(
+        f"{_SRT}.managers.scheduler.Scheduler.get_init_info",
+        "after",
+        launcher.scheduler_init_info,
+        "tells the launcher what this rank came up with",
+    ),
+    Hook(
+        f"{_SRT}.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",
+        "after",
+        observability.get_internal_state,
+        "/server_info",
+    ),
+    Hook(
+        f"{_SRT}.managers.scheduler_components.internal_state.SchedulerInternalStateController._update_handlers",
+        "after",
+        control.update_handlers,
+        "/set_internal_state",
+    ),
+    *(
+        Hook(
+            f"{_SRT}.model_executor.model_runner_components.weight_updater.WeightUpdater.{method}",
+            "around",
+            weight_updater.refuse,
+            "it would change the weights of one configuration only",
+        )
+        for method in (
+            "init_weights_update_group",
+            "update_weights_from_disk",
+            "update_weights_from_tensor",
+            "update_weights_from_ipc",
+        )
+    ),
+)
+
+
+def register(hooks: Iterable[Hook]) -> None:
+    """Hand ``hooks`` to SGLang; they take effect with its next ``HookRegistry.apply_hooks()``."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+
+
+def install(hooks: Iterable[Hook]) -> None:
+    """Register ``hooks`` that are not yet installed, apply them and verify that they took hold.
+
+    Raises:
+        HookError: naming each hook that did not.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    hooks = tuple(hooks)
+    register(hook for hook in hooks if not _takes_hold(hook))
+    HookRegistry.apply_hooks()
+    verify(hooks)
+
+
+def verify(hooks: Iterable[Hook]) -> None:
+    """Raise :class:`HookError` unless SGLang is the right release and every hook is in place."""
+    found = metadata.version("sglang")
+    if found != SGLANG_VERSION:
+        raise HookError(
+            f"sgl-shift was written for SGLang {SGLANG_VERSION}, this is {found}; "
+            f"install sglang=={SGLANG_VERSION}, or start without --sp-size"
+        )
+    missing = [hook for hook in hooks if not _takes_hold(hook)]
+    if missing:
+        lines = "".join(f"\n  {hook.target}: {hook.why}" for hook in missing)
+        raise HookError(f"Shift Parallelism is not in place; these hooks into SGLang did not take hold:{lines}")
+
+
+def _takes_hold(hook: Hook) -> bool:
+    """Whether SGLang lists the hook as applied and the attribute really is a wrapper now."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if hook.target not in HookRegistry._patched:
+        return False
+    return hasattr(pkgutil.resolve_name(hook.target), "__wrapped__")

@@ -1,0 +1,131 @@
+"""What the user asked for: the flags, the environment variables and the settings that can change at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+Mode = Literal["shift", "sp", "tp"]
+MODES: tuple[str, ...] = get_args(Mode)
+DEFAULT_THRESHOLD = 256
+
+
+class ConfigError(ValueError):
+    """A setting of Shift Parallelism that makes no sense; the message says what would."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What can be changed on a running server."""
+
+    threshold: int = DEFAULT_THRESHOLD  # tokens; batches with more run in the base configuration
+    mode: Mode = "shift"
+
+    def updated(self, **changes: Any) -> Settings:
+        """A copy with ``threshold`` and/or ``mode`` changed; values are checked, unknown names refused."""
+        unknown = set(changes) - {f.name for f in fields(self)}
+        if unknown:
+            raise ConfigError(f"unknown setting {', '.join(sorted(unknown))}; settings are threshold and mode")
+        if "threshold" in changes:
+            changes["threshold"] = parse_threshold(changes["threshold"])
+        if "mode" in changes:
+            changes["mode"] = parse_mode(changes["mode"])
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class ShiftConfig:
+    """The deployment's configuration; the same on every rank for the life of the server."""
+
+    sp_size: int = 1
+    settings: Settings = Settings()
+    allow_untested_model: bool = False
+
+    @property
+    def enabled(self) -> bool:
+        return self.sp_size > 1
+
+    @property
+    def loads_base(self) -> bool:
+        """Whether the base model is loaded at all."""
+        return self.enabled and self.settings.mode != "tp"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ShiftConfig:
+        return cls(**{**values, "settings": Settings(**values["settings"])})
+
+
+# Keyword of Engine(...), option of the command line, environment variable: one table for all three doors.
+OPTIONS: dict[str, tuple[str, str]] = {
+    "sp_size": ("--sp-size", "SGL_SHIFT_SP_SIZE"),
+    "shift_threshold": ("--shift-threshold", "SGL_SHIFT_THRESHOLD"),
+    "shift_mode": ("--shift-mode", "SGL_SHIFT_MODE"),
+    "shift_allow_untested_model": ("--shift-allow-untested-model", "SGL_SHIFT_ALLOW_UNTESTED_MODEL"),
+}
+
+
+def resolve(given: Mapping[str, Any], environ: Mapping[str, str]) -> ShiftConfig:
+    """Merge flags (``None`` where not given) with the environment: a flag beats its variable, a variable the default.
+
+    Raises:
+        ConfigError: a value that does not parse, with the name under which it was given.
+    """
+
+    def pick(option: str) -> tuple[str, Any]:
+        flag, variable = OPTIONS[option]
+        if given.get(option) is not None:
+            return flag, given[option]
+        return variable, environ.get(variable) or None
+
+    settings = Settings()
+    name, threshold = pick("shift_threshold")
+    if threshold is not None:
+        settings = replace(settings, threshold=parse_threshold(threshold, name))
+    name, mode = pick("shift_mode")
+    if mode is not None:
+        settings = replace(settings, mode=parse_mode(mode, name))
+    name, sp_size = pick("sp_size")
+    name_allow, allow = pick("shift_allow_untested_model")
+    return ShiftConfig(
+        sp_size=1 if sp_size is None else parse_sp_size(sp_size, name),
+        settings=settings,
+        allow_untested_model=False if allow is None else parse_bool(allow, name_allow),
+    )
+
+
+def parse_sp_size(value: Any, name: str = "SP size") -> int:
+    return _positive(value, name, "it divides --tp-size, and 1 turns Shift Parallelism off")
+
+
+def parse_threshold(value: Any, name: str = "threshold") -> int:
+    return _positive(value, name, f"it counts tokens of a batch, the default is {DEFAULT_THRESHOLD}")
+
+
+def parse_mode(value: Any, name: str = "mode") -> Mode:
+    if value not in MODES:
+        raise ConfigError(f"{name} {value!r} is not a mode; use one of {', '.join(MODES)}")
+    return value
+
+
+def parse_bool(value: Any, name: str) -> bool:
+    known = {True: True, False: False, "1": True, "0": False, "true": True, "false": False}
+    key = value.lower() if isinstance(value, str) else value
+    if key not in known:
+        raise ConfigError(f"{name} {value!r} is neither true nor false")
+    return known[key]
+
+
+def _positive(value: Any, name: str, hint: str) -> int:
+    try:
+        if isinstance(value, (bool, float)):  # True and 2.5 are numbers to int(), not to a user
+            raise ValueError
+        number = int(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} {value!r} is not a whole number; {hint}") from None
+    if number < 1:
+        raise ConfigError(f"{name} {number} is below 1; {hint}")
+    return number

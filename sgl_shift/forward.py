@@ -1,0 +1,149 @@
+"""One batch through Shift Parallelism: the decision (Algorithm 2) and the base forward (Algorithm 1).
+
+Works on tensors, groups and two callables (the decoder stack of either configuration). What an SGLang batch looks like
+is translated by ``sgl_shift_patches.model_runner``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from sgl_shift.config import Settings, ShiftConfig
+from sgl_shift.exchange import Group, gather_heads, gather_rows, scatter_heads
+from sgl_shift.layout import HeadLayout, Layout, Slice
+from sgl_shift.policy import Configuration, choose
+from sgl_shift.stats import Stats
+
+# Arguments of a decoder stack that have one row a token, and the dimension in which they have it. mrope positions are
+# [3, tokens]; everything else counts tokens first.
+TOKEN_DIM: dict[str, int] = {
+    "input_ids": 0,
+    "positions": -1,
+    "input_embeds": 0,
+    "inputs_embeds": 0,
+    "input_deepstack_embeds": 0,
+}
+
+
+class Batch(NamedTuple):
+    """One forward pass, as the decision and the base configuration need to know it."""
+
+    arguments: dict[str, Any]  # what the decoder stack is called with, by name
+    num_tokens: int
+    base_can_run: bool
+    rows: Sequence[int] | None  # rows of the hidden states that are needed afterwards; None for all
+
+
+@dataclass
+class ShiftParallel:
+    """Everything Shift Parallelism knows in one rank. One per process, made when the model is loaded."""
+
+    config: ShiftConfig
+    layout: Layout
+    rank: int
+    sp_group: Group
+    # Entered around every forward of the base model: makes SGLang's parallel state that of the base configuration.
+    base_scope: Callable[[], AbstractContextManager[Any]]
+    # Debug mode: compares what the ranks are about to do and raises on the first difference.
+    agree: Callable[[Configuration, int], None] | None = None
+    stats: Stats = field(default_factory=Stats)
+    base_model: list[nn.Module] = field(default_factory=list)  # in a list, or it would become part of a module tree
+    heads: HeadLayout | None = None
+    weight_bytes: dict[str, int] = field(default_factory=dict)
+    num_tokens: int = 0  # tokens of the base forward in progress, 0 outside of one
+    settings: Settings = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.settings = self.config.settings
+
+    @property
+    def in_base(self) -> bool:
+        return self.num_tokens > 0
+
+    def run(self, stock: Callable[..., Any], base: Callable[..., Any], batch: Batch) -> Any:
+        """Algorithm 2: run one batch in the configuration that it belongs in.
+
+        Args:
+            stock, base: the decoder stack of the shift and of the base configuration; called with
+                ``batch.arguments``, they return hidden states [T, d], or tuples and lists of such.
+        """
+        configuration = choose(self.settings, batch.num_tokens, base_can_run=batch.base_can_run and bool(self.base_model))
+        if self.agree is not None:
+            self.agree(configuration, batch.num_tokens)
+        if batch.num_tokens:
+            self.stats.record(configuration, batch.num_tokens)
+        if configuration is Configuration.SHIFT:
+            return stock(**batch.arguments)
+        return self._run_base(base, batch)
+
+    def _run_base(self, base: Callable[..., Any], batch: Batch) -> Any:
+        """Algorithm 1: this rank's slice of the batch through the base model, then the rows that are needed, gathered."""
+        part = self.layout.slice_of(self.rank, batch.num_tokens)
+        mine = {
+            name: _take(value, TOKEN_DIM[name], part) if name in TOKEN_DIM and value is not None else value
+            for name, value in batch.arguments.items()
+        }
+        self.num_tokens = batch.num_tokens
+        try:
+            with self.base_scope():
+                hidden = base(**mine)
+        finally:
+            self.num_tokens = 0
+        return self._gather(hidden, batch)
+
+    def _gather(self, hidden: Any, batch: Batch) -> Any:
+        if isinstance(hidden, (tuple, list)):  # hidden states and auxiliary ones
+            return type(hidden)(self._gather(part, batch) for part in hidden)
+        if hidden is None:
+            return None
+        layout = self.layout
+        return gather_rows(
+            self.sp_group, hidden, batch.num_tokens, layout.sp_size, layout.sp_rank(self.rank), batch.rows
+        )
+
+    def attend(
+        self, attention: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of one layer in the base configuration (Algorithm 1, steps 3 to 5).
+
+        Args:
+            attention: the stock layer of the shift configuration, on all tokens of this rank's own heads.
+            q, k, v: [rows, heads, head_dim] of the base rank's heads, padding rows included.
+
+        Returns:
+            [rows, heads * v_head_dim].
+        """
+        assert self.heads is not None
+        output = attention(*scatter_heads(self.sp_group, self.heads, q, k, v, self.num_tokens))
+        return gather_heads(self.sp_group, self.heads, output.reshape(self.num_tokens, -1))
+
+    def report(self) -> dict[str, Any]:
+        """What ``/server_info`` shows of this rank; plain values only."""
+        return {
+            "world_size": self.layout.world_size,
+            "sp_size": self.layout.sp_size,
+            "base_tp_size": self.layout.tp_size,
+            "threshold": self.settings.threshold,
+            "mode": self.settings.mode,
+            "kv_replication": self.heads.kv_replication if self.heads else 1,
+            "weight_bytes": dict(self.weight_bytes),
+            **self.stats.to_dict(),
+        }
+
+
+def _take(tensor: torch.Tensor, dim: int, part: Slice) -> torch.Tensor:
+    """This rank's rows of ``tensor`` along ``dim``, padded with zeros to ``part.rows``."""
+    mine = tensor.narrow(dim, min(part.start, tensor.shape[dim]), part.real)
+    if part.real == part.rows:
+        return mine
+    shape = list(mine.shape)
+    shape[dim] = part.rows
+    padded = tensor.new_zeros(shape)
+    padded.narrow(dim, 0, part.real).copy_(mine)
+    return padded
