@@ -1,3 +1,3 @@
-"""Shift Parallelism for SGLang: sequence parallelism for large batches, tensor parallelism for small ones, one KV cache."""
+"""Shift Parallelism for SGLang: sequence parallel for large batches, tensor parallel for small ones, one KV cache."""
 
 __version__ = "0.1.0"

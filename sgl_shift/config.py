@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 Mode = Literal["shift", "sp", "tp"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -108,7 +108,7 @@ def parse_threshold(value: Any, name: str = "threshold") -> int:
 def parse_mode(value: Any, name: str = "mode") -> Mode:
     if value not in MODES:
         raise ConfigError(f"{name} {value!r} is not a mode; use one of {', '.join(MODES)}")
-    return value
+    return cast(Mode, value)
 
 
 def parse_bool(value: Any, name: str) -> bool:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from sgl_shift_kernels import pack_output, pack_qkv, unpack_output, unpack_qkv
 
 from sgl_shift.layout import HeadLayout
+from sgl_shift_kernels import pack_output, pack_qkv, unpack_output, unpack_qkv
 
 
 class Group(Protocol):

@@ -73,7 +73,9 @@ class ShiftParallel:
             stock, base: the decoder stack of the shift and of the base configuration; called with
                 ``batch.arguments``, they return hidden states [T, d], or tuples and lists of such.
         """
-        configuration = choose(self.settings, batch.num_tokens, base_can_run=batch.base_can_run and bool(self.base_model))
+        configuration = choose(
+            self.settings, batch.num_tokens, base_can_run=batch.base_can_run and bool(self.base_model)
+        )
         if self.agree is not None:
             self.agree(configuration, batch.num_tokens)
         if batch.num_tokens:
@@ -83,7 +85,7 @@ class ShiftParallel:
         return self._run_base(base, batch)
 
     def _run_base(self, base: Callable[..., Any], batch: Batch) -> Any:
-        """Algorithm 1: this rank's slice of the batch through the base model, then the rows that are needed, gathered."""
+        """Algorithm 1: this rank's slice of the batch through the base model, then the needed rows, gathered."""
         part = self.layout.slice_of(self.rank, batch.num_tokens)
         mine = {
             name: _take(value, TOKEN_DIM[name], part) if name in TOKEN_DIM and value is not None else value

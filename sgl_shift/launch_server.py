@@ -48,7 +48,11 @@ def select_platform(device: str | None) -> bool:
     """Name our CPU platform where nothing else was named and there is no accelerator; whether the CPU is used."""
     from sgl_shift_patches import cpu_platform
 
-    if "SGLANG_PLATFORM" not in os.environ and device in (None, "cpu") and os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
+    if (
+        "SGLANG_PLATFORM" not in os.environ
+        and device in (None, "cpu")
+        and os.environ.get("SGLANG_USE_CPU_ENGINE") != "1"
+    ):
         if not cpu_platform.accelerators():
             os.environ["SGLANG_PLATFORM"] = cpu_platform.NAME
             logger.info("no accelerator found: serving on the CPU (SGLANG_PLATFORM=%s)", cpu_platform.NAME)

@@ -103,7 +103,10 @@ class HeadLayout:
             raise LayoutError(f"{problem}; {self._advice()}")
 
     def _problem(self, layout: Layout) -> str | None:
-        for what, n in (("--tp-size", layout.world_size), ("the base TP degree (--tp-size / --sp-size)", layout.tp_size)):
+        for what, n in (
+            ("--tp-size", layout.world_size),
+            ("the base TP degree (--tp-size / --sp-size)", layout.tp_size),
+        ):
             if self.num_heads % n:
                 return f"{self.num_heads} attention heads cannot be split over {what} = {n}"
             if self.num_kv_heads % n and n % self.num_kv_heads:

@@ -24,7 +24,7 @@ def choose(settings: Settings, num_tokens: int, *, base_can_run: bool) -> Config
         num_tokens: tokens of this batch, prefill and decode together.
         base_can_run: whether the base model can take the batch at all; whatever it cannot take is right in stock TP.
 
-    Only host facts that are identical on every rank may enter here: two ranks that disagree wait for each other for ever.
+    Only host facts that are identical on every rank may enter here: ranks that disagree wait for each other for ever.
     """
     if not base_can_run or num_tokens < 1:
         return Configuration.SHIFT

@@ -27,7 +27,9 @@ ATTENTION_BACKENDS: frozenset[str] = frozenset(
 )
 
 # Loaders that read a whole checkpoint and shard it themselves, so that they can serve two TP degrees.
-LOAD_FORMATS: frozenset[str] = frozenset({"auto", "pt", "safetensors", "npcache", "dummy", "mistral", "fastsafetensors"})
+LOAD_FORMATS: frozenset[str] = frozenset(
+    {"auto", "pt", "safetensors", "npcache", "dummy", "mistral", "fastsafetensors"}
+)
 
 SPECULATIVE_ALGORITHMS: frozenset[str] = frozenset({"NGRAM", "STANDALONE", "EAGLE"})
 
@@ -96,7 +98,7 @@ RULES: tuple[Rule, ...] = (
     Rule("enable_return_routed_experts", given, _MOE_ROWS),
     Rule("enable_return_indexer_topk", given, _MOE_ROWS),
     Rule("enable_fused_moe_sum_all_reduce", given, "it reduces inside a kernel over a group of its own"),
-    Rule("elastic_ep_backend", given, "the set of ranks would change under the SP groups"),
+    Rule("elastic_ep_backend", neither(None, "none"), "the set of ranks would change under the SP groups"),
     Rule("enable_two_batch_overlap", given, "it splits the batch in two behind the decision"),
     Rule("enable_single_batch_overlap", given, "it splits the batch in two behind the decision"),
     Rule("enable_pdmux", given, "it runs prefill and decode on separate streams and groups"),
@@ -117,6 +119,12 @@ RULES: tuple[Rule, ...] = (
     Rule("weight_cache_mode", neither("off", None), _ONE_COPY, "use --weight-cache-mode off"),
     Rule("startup_weight_load_mode", neither("serial", None), _ONE_COPY, "use --startup-weight-load-mode serial"),
     Rule("custom_weight_loader", given, _ONE_COPY),
+    Rule("checkpoint_engine_wait_weights_before_ready", given, _ONE_COPY),
+    Rule("remote_instance_weight_loader_start_seed_via_transfer_engine", given, _ONE_COPY),
+    Rule("quantize_and_serve", given, "quantizing while loading is not tested for two models"),
+    Rule("modelopt_quant", given, "quantizing while loading is not tested for two models"),
+    Rule("modelopt_checkpoint_restore_path", given, "quantizing while loading is not tested for two models"),
+    Rule("modelopt_checkpoint_save_path", given, "quantizing while loading is not tested for two models"),
     Rule(
         "load_format",
         neither(*LOAD_FORMATS),
@@ -131,8 +139,11 @@ RULES: tuple[Rule, ...] = (
     Rule("enable_amd_monokernel", given, "it replaces the decoder stack that the base configuration needs"),
     Rule("enable_hisparse", given, "it keeps KV outside the cache that both configurations share"),
     Rule("prefill_only_disable_kv_cache", given, "the shared KV cache is what Shift Parallelism rests on"),
-    Rule("kv_canary", neither("none", None), "its checks follow the stock attention calls only", "use --kv-canary none"),
+    Rule(
+        "kv_canary", neither("none", None), "its checks follow the stock attention calls only", "use --kv-canary none"
+    ),
     Rule("debug_tensor_dump_output_folder", given, "it would dump the stock model's layers only"),
+    Rule("msprobe_dump_config", given, "it would dump the stock model's layers only"),
     Rule("forward_hooks", given, "they would run on the stock model's layers only"),
     Rule("dllm_algorithm", given, "diffusion models decode blocks by another loop"),
     Rule("enable_return_aux_hidden_states", given, "auxiliary hidden states are captured on the stock model only"),

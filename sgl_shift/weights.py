@@ -13,5 +13,3 @@ def weight_bytes(modules: Iterable[nn.Module]) -> int:
     tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
     storages = {(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
-
-

@@ -1,8 +1,8 @@
 """The buffer shuffles around the two Ulysses all-to-alls, in plain torch.
 
-Every other implementation is tested against these. Buffers are laid out so that the collective is flat: block ``s`` of a
-send buffer goes to SP rank ``s``, and block ``s`` of a receive buffer came from it. In all of them ``n`` is the rows a
-rank (padding included), ``sp`` the SP degree and ``T`` the tokens of the batch, ``T <= sp * n``.
+Every other implementation is tested against these. Buffers are laid out so that the collective is flat: block ``s`` of
+a send buffer goes to SP rank ``s``, and block ``s`` of a receive buffer came from it. In all of them ``n`` is the rows
+a rank (padding included), ``sp`` the SP degree and ``T`` the tokens of the batch, ``T <= sp * n``.
 """
 
 from __future__ import annotations

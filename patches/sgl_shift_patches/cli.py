@@ -13,6 +13,7 @@ from sgl_shift.config import ConfigError, ShiftConfig
 # SGLang's ServerArgs pickles underscore attributes along with its fields (server_args.py:ServerArgs.__reduce__), so the
 # configuration rides on it into every scheduler. As a plain dict: a process without sgl-shift can still unpickle it.
 _ATTRIBUTE = "_shift_parallel"
+_CHECKED = "_shift_parallel_checked"
 
 
 def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
@@ -69,6 +70,16 @@ def config_of(server_args: Any) -> ShiftConfig:
     if carried is not None:
         return ShiftConfig.from_dict(carried)
     return config.resolve({}, os.environ)
+
+
+def mark_checked(server_args: Any, shift: ShiftConfig) -> None:
+    """Note on the arguments that the launcher checked this deployment; ranks insist on it."""
+    _attach(server_args, shift)
+    setattr(server_args, _CHECKED, True)
+
+
+def was_checked(server_args: Any) -> bool:
+    return getattr(server_args, _CHECKED, False)
 
 
 def _attach(server_args: Any, shift: ShiftConfig) -> Any:

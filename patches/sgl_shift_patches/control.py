@@ -41,9 +41,11 @@ def request_schema(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return core_schema.no_info_before_validator_function(encode_body, original(*args, **kwargs))
 
 
-def update_handlers(handlers: dict[str, Any], _controller: Any) -> dict[str, Any]:
+def update_handlers(handlers: dict[str, Any], controller: Any) -> dict[str, Any]:
     """After ``SchedulerInternalStateController._update_handlers``: two more."""
     from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
+
+    from sgl_shift_patches.resolution import captured_tokens
 
     def changed(key: str, value: Any) -> Settings:
         shift = state.current()
@@ -57,6 +59,13 @@ def update_handlers(handlers: dict[str, Any], _controller: Any) -> dict[str, Any
             raise UpdateRejected(str(error)) from None
         if settings.mode != "tp" and not shift.base_model:
             raise UpdateRejected("the server was started with --shift-mode tp: there is no base model to switch to")
+        captured = captured_tokens(controller.scheduler.server_args)
+        base_from = {"sp": 1, "shift": settings.threshold + 1, "tp": captured + 1}[settings.mode]
+        if base_from <= captured:
+            raise UpdateRejected(
+                f"CUDA graphs hold stock TP for batches of up to {captured} tokens and cannot follow threshold "
+                f"{settings.threshold}, mode {settings.mode}; restart with these settings, or with --disable-cuda-graph"
+            )
         return settings
 
     def apply(key: str, value: Any) -> None:

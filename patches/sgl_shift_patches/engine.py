@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from typing import Any
 
 from sgl_shift_patches import cli, control
-
-_MODULE = "sglang.srt.entrypoints.engine"
 
 
 def set_shift_parallel(self: Any, *, threshold: int | None = None, mode: str | None = None) -> None:
@@ -27,14 +24,29 @@ def set_shift_parallel(self: Any, *, threshold: int | None = None, mode: str | N
         raise ValueError(f"the ranks rejected threshold={threshold!r}, mode={mode!r}; the scheduler's log says why")
 
 
+class ServerArgsDoor:
+    """``Engine.server_args_class``: makes ServerArgs, and is ServerArgs to whoever looks at it."""
+
+    def __call__(self, **kwargs: Any) -> Any:
+        return cli.server_args_from_kwargs(**kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        from sglang.srt.server_args import ServerArgs
+
+        return getattr(ServerArgs, name)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        from sglang.srt.server_args import ServerArgs
+
+        return isinstance(instance, ServerArgs)
+
+
 def extend() -> None:
-    """Give ``Engine`` its keyword arguments and method.
+    """Give ``Engine`` its keyword arguments and method, through the attribute that SGLang has for this.
 
-    ``server_args_class`` is SGLang's own place for this. Scheduler processes are spared the import.
+    An Engine loads plugins as it is made, so its module is there whenever this matters; others are spared the import.
     """
-    if multiprocessing.parent_process() is not None and _MODULE not in sys.modules:
-        return
-    from sglang.srt.entrypoints.engine import Engine
-
-    Engine.server_args_class = staticmethod(cli.server_args_from_kwargs)
-    Engine.set_shift_parallel = set_shift_parallel
+    module = sys.modules.get("sglang.srt.entrypoints.engine")
+    if module is not None:
+        module.Engine.server_args_class = ServerArgsDoor()
+        module.Engine.set_shift_parallel = set_shift_parallel

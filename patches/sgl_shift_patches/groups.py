@@ -1,4 +1,4 @@
-"""SP and base-TP groups beside SGLang's own, and the scope in which SGLang's parallel state is the base configuration's."""
+"""SP and base-TP groups beside SGLang's own, and the scope that makes them SGLang's parallel state."""
 
 from __future__ import annotations
 
@@ -56,6 +56,12 @@ def init_parallel_runtime(_result: None, *args: Any, **kwargs: Any) -> None:
     shift = cli.config_of(kwargs["server_args"])
     if not shift.enabled:
         return
+    if not cli.was_checked(kwargs["server_args"]):
+        raise RuntimeError(
+            "Shift Parallelism is on in this rank, but the launcher never checked the deployment: its arguments were "
+            "resolved before plugins were loaded. Call sglang.srt.plugins.load_plugins() before ServerArgs are "
+            "resolved, or start with python -m sgl_shift.launch_server"
+        )
     registry.verify(registry.DOORS)
     registry.install(registry.RANK)
     state.set_current(make_groups(shift))
@@ -78,6 +84,7 @@ def make_groups(config: ShiftConfig) -> ShiftParallel:
     # Only all-to-all and all-gather run in an SP group; custom all-reduce buffers would be wasted on it.
     sp = group("shift_sp", layout.sp_groups, use_custom_allreduce=False)
     base_tp = group("shift_base_tp", layout.base_tp_groups)
+    warm_up(SpGroup(sp), base_tp, layout, tp_group.device)
     if rank == 0:
         logger.info("Shift Parallelism: SP groups %s, base-TP groups %s", layout.sp_groups, layout.base_tp_groups)
     return ShiftParallel(
@@ -86,8 +93,21 @@ def make_groups(config: ShiftConfig) -> ShiftParallel:
         rank=rank,
         sp_group=SpGroup(sp),
         base_scope=lambda: base_scope(base_tp),
-        agree=_agreement(tp_group, layout) if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0") else None,
+        agree=_agreement(tp_group, layout) if debugging() else None,
     )
+
+
+def debugging() -> bool:
+    """Whether every step is compared over the ranks before it runs; slow, for finding out."""
+    return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+
+
+def warm_up(sp: SpGroup, base_tp: Any, layout: Layout, device: torch.device) -> None:
+    """Make the communicators, which come into being with the first collective, before memory is measured."""
+    numbers = torch.zeros(layout.sp_size, device=device)
+    sp.all_to_all(torch.empty_like(numbers), numbers)
+    sp.all_gather(torch.empty_like(numbers), numbers[:1])
+    base_tp.all_reduce(numbers)
 
 
 def meet(rank: int, layout: Layout, config: ShiftConfig) -> None:
@@ -99,7 +119,7 @@ def meet(rank: int, layout: Layout, config: ShiftConfig) -> None:
         RanksDifferError: a rank did not come, or came with another configuration.
     """
     store = torch.distributed.distributed_c10d._get_default_store()
-    mine = json.dumps([config.to_dict(), layout.world_size], sort_keys=True)
+    mine = json.dumps([config.to_dict(), layout.world_size, debugging()], sort_keys=True)
     store.set(f"sgl_shift/{rank}", mine)
     for other in range(layout.world_size):
         try:
@@ -107,7 +127,7 @@ def meet(rank: int, layout: Layout, config: ShiftConfig) -> None:
         except Exception as error:  # torch raises DistStoreError or RuntimeError, by version
             raise RanksDifferError(
                 f"rank {other} did not bring Shift Parallelism up within {MEETING_TIMEOUT.seconds} s: see its log for "
-                "why the plugin or a hook failed there. The server does not start, since that rank would serve plain TP."
+                "why the plugin or a hook failed there. The server does not start: that rank would serve plain TP."
             ) from error
         theirs = store.get(f"sgl_shift/{other}").decode()
         if theirs != mine:

@@ -35,7 +35,9 @@ def controller_init_info(info: dict[str, Any], controller: Any) -> dict[str, Any
     return info
 
 
-def launch_scheduler_processes(original: Callable[..., Any], cls: type, server_args: Any, *args: Any, **kwargs: Any) -> Any:
+def launch_scheduler_processes(
+    original: Callable[..., Any], cls: type, server_args: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Around ``Engine._launch_scheduler_processes``: compare the ready messages with what was asked for."""
     result, processes = original(cls, server_args, *args, **kwargs)
     shift = cli.config_of(server_args)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from sgl_shift.forward import TOKEN_DIM, Batch, ShiftParallel
-from sgl_shift.layout import HeadLayout
+from sgl_shift.layout import HeadLayout, LayoutError
 from sgl_shift.policy import Configuration
 from sgl_shift.weights import weight_bytes
 from sgl_shift_patches import radix_attention, state
@@ -19,13 +19,19 @@ from sgl_shift_patches import radix_attention, state
 logger = logging.getLogger(__name__)
 
 
-def load_model(original: Callable[..., None], runner: Any) -> None:
+def load_model(stock_load: Callable[..., None], runner: Any) -> None:
     """Around ``ModelRunner.load_model``. Runs before the KV pool is sized, so the pool takes what both models leave."""
-    original(runner)
+    stock_load(runner)
     shift = state.current()
     if shift is None or runner.is_draft_worker:
         return
     model = runner.model_config
+    original = getattr(model.hf_config, "original_num_attention_heads", model.num_attention_heads)
+    if shift.config.loads_base and original != model.num_attention_heads:
+        raise LayoutError(
+            f"SGLang padded {original} attention heads to {model.num_attention_heads} for this CPU engine; use a "
+            "--tp-size that divides the heads, or leave out --sp-size"
+        )
     shift.heads = HeadLayout(shift.layout, model.num_attention_heads, model.get_total_num_kv_heads())
     shift.weight_bytes = {"base": 0, "shift": weight_bytes([runner.model])}
     if shift.config.loads_base:
@@ -139,6 +145,8 @@ def rows_after_prefill(runner: Any, forward_batch: Any) -> Sequence[int] | None:
         return None
     lengths = [int(length) for length in fb.extend_seq_lens_cpu]
     starts = fb.extend_logprob_start_lens_cpu if fb.return_logprob else lengths
+    if starts is None or len(starts) != len(lengths):
+        return None
     rows: list[int] = []
     offset = 0
     for length, start in zip(lengths, starts, strict=True):

@@ -28,15 +28,19 @@ def alloc_memory_pool(_result: None, runner: Any, *args: Any, **kwargs: Any) -> 
     logger.info("Shift Parallelism: %d KV tokens fit; stock TP would have about %d", tokens, stock)
 
 
-def run_batch(result: Any, _scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """After ``Scheduler.run_batch``: the result is looked at one batch later under the overlap schedule."""
+def run_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``Scheduler.run_batch``: the result is looked at one batch later under the overlap schedule."""
     shift = state.current()
-    if shift is not None and result is not None and shift.stats.last is not None:
+    before = shift.stats.total if shift is not None else 0
+    result = original(scheduler, *args, **kwargs)
+    if shift is not None and result is not None and shift.stats.total > before:
         setattr(result, _RESULT_ATTRIBUTE, shift.stats.last)
     return result
 
 
-def process_batch_result(original: Callable[..., Any], processor: Any, batch: Any, result: Any, *args: Any, **kw: Any) -> Any:
+def process_batch_result(
+    original: Callable[..., Any], processor: Any, batch: Any, result: Any, *args: Any, **kw: Any
+) -> Any:
     """Around the two result handlers that print 'Prefill batch' and 'Decode batch'.
 
     Both lines print ``_graph_backend_label`` before a flag; the configuration is put in front of that label.

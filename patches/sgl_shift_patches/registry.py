@@ -10,7 +10,7 @@ more than 1; ``LAUNCHER`` and ``RANK`` are installed only then, in the launching
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -106,18 +106,19 @@ RANK: tuple[Hook, ...] = (
     ),
     Hook(
         f"{_SRT}.managers.scheduler.Scheduler.run_batch",
-        "after",
+        "around",
         observability.run_batch,
         "marks each result with the configuration that ran it",
     ),
     *(
-        Hook(
-            f"{_SRT}.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.{method}",
-            "around",
-            observability.process_batch_result,
-            "shows the configuration in SGLang's batch lines",
+        Hook(f"{_SRT}.{target}", "around", observability.process_batch_result, "shows the configuration in batch lines")
+        for target in (
+            "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+            ".process_batch_result_prefill",
+            "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+            ".process_batch_result_decode",
+            "managers.scheduler.Scheduler.process_batch_result_disagg_prefill",
         )
-        for method in ("process_batch_result_prefill", "process_batch_result_decode")
     ),
     Hook(
         f"{_SRT}.managers.scheduler.Scheduler.get_init_info",
@@ -151,6 +152,18 @@ RANK: tuple[Hook, ...] = (
             "update_weights_from_ipc",
         )
     ),
+    Hook(
+        f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.begin_weight_update",
+        "around",
+        weight_updater.refuse_session,
+        "weights can also be written from outside between begin and end",
+    ),
+    Hook(
+        f"{_SRT}.model_executor.model_runner.ModelRunner.check_weights",
+        "around",
+        weight_updater.check_weights,
+        "one of its actions overwrites weights",
+    ),
 )
 
 
@@ -168,11 +181,16 @@ def install(hooks: Iterable[Hook]) -> None:
     Raises:
         HookError: naming each hook that did not.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     hooks = tuple(hooks)
-    register(hook for hook in hooks if not _takes_hold(hook))
+    missing = [hook for hook in hooks if not _takes_hold(hook)]
+    # SGLang applies a target's hooks once. Where another plugin was first, ours goes on top of its wrapper.
+    late = [hook for hook in missing if hook.target in HookRegistry._patched]
+    register(hook for hook in missing if hook not in late)
     HookRegistry.apply_hooks()
+    for hook in late:
+        HookRegistry._apply_target(hook.target, [(HookType(hook.kind), hook.function, None)])
     verify(hooks)
 
 
@@ -191,9 +209,16 @@ def verify(hooks: Iterable[Hook]) -> None:
 
 
 def _takes_hold(hook: Hook) -> bool:
-    """Whether SGLang lists the hook as applied and the attribute really is a wrapper now."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    if hook.target not in HookRegistry._patched:
+    """Whether our function is among the wrappers around the target now; a name may also be another plugin's."""
+    try:
+        return any(function is hook.function for function in _wrapped_around(pkgutil.resolve_name(hook.target)))
+    except (AttributeError, ImportError):  # the target does not exist in this SGLang
         return False
-    return hasattr(pkgutil.resolve_name(hook.target), "__wrapped__")
+
+
+def _wrapped_around(function: Any) -> Iterator[Any]:
+    """What the wrappers of ``HookRegistry`` around a function hold, outermost first."""
+    while hasattr(function, "__wrapped__"):
+        function = getattr(function, "__func__", function)  # a class method comes bound
+        yield from (cell.cell_contents for cell in function.__closure__ or ())
+        function = function.__wrapped__

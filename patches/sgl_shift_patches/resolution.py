@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import Any
 
 from sgl_shift import support
+from sgl_shift.config import ShiftConfig
 from sgl_shift.layout import HeadLayout, Layout, LayoutError
 from sgl_shift.support import RefusedError
 from sgl_shift_patches import cli, registry
@@ -30,43 +31,47 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     if not shift.enabled:
         return
     registry.verify(registry.DOORS)
-    refuse_unsupported(server_args)
-    limit_prefill_graphs(server_args, shift.settings.threshold)
+    refuse_unsupported(server_args, shift)
+    if shift.loads_base:
+        limit_graphs(server_args, shift)
     registry.install(registry.LAUNCHER)
-    # Arguments that were made without our doors take the environment's configuration along into the ranks.
-    cli._attach(server_args, shift)
+    cli.mark_checked(server_args, shift)
 
 
-def refuse_unsupported(server_args: Any) -> None:
-    """Raise :class:`RefusedError` with everything about this deployment that Shift Parallelism cannot serve."""
+def refuse_unsupported(server_args: Any, shift: ShiftConfig) -> None:
+    """Raise :class:`RefusedError` with everything about this deployment that Shift Parallelism cannot serve.
+
+    With ``--shift-mode tp`` no base model exists and all is stock, so only the degrees have to make sense.
+    """
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.configs.model_config import AttentionArch
 
-    shift = cli.config_of(server_args)
-    arguments = resolving_view(server_args)
-    problems = support.refusals(arguments)
-    if problem := two_nccl_wheels():
-        problems.append(problem)
-    if arguments.cuda_graph_config is not None and arguments.cuda_graph_config.prefill.backend == "full":
-        problems.append("--cuda-graph-backend-prefill full: it captures the switch itself; use breakable or disabled")
-
-    model = model_config_of(server_args)
-    if architecture_problem := support.refuse_architecture(
+    arguments, model = resolving_view(server_args), model_config_of(server_args)
+    problems: list[str] = []
+    unsuitable = support.refuse_architecture(
         model.hf_config.architectures[0],
         is_mla=model.attention_arch == AttentionArch.MLA,
         allow_untested=shift.allow_untested_model,
-    ):
-        problems.append(architecture_problem)
-    else:
+    )
+    if shift.loads_base:
+        problems += support.refusals(arguments)
+        problems += filter(None, (unsuitable, two_nccl_wheels(), post_capture_sizing()))
+        graphs = arguments.cuda_graph_config
+        if graphs is not None and graphs.prefill.backend == "full":
+            problems.append("--cuda-graph-backend-prefill full: it captures the switch; use breakable or disabled")
+    if not unsuitable or not shift.loads_base:
         try:
-            layout = Layout(arguments.tp_size, shift.sp_size)
-            HeadLayout(layout, model.num_attention_heads, model.get_total_num_kv_heads())
+            HeadLayout(
+                Layout(arguments.tp_size, shift.sp_size), model.num_attention_heads, model.get_total_num_kv_heads()
+            )
         except LayoutError as error:
             problems.append(str(error))
     if problems:
         lines = "".join(f"\n  * {problem}" for problem in problems)
         raise RefusedError(f"Shift Parallelism (--sp-size {shift.sp_size}) cannot serve this deployment:{lines}")
+    if shift.loads_base and arguments.load_format == "dummy":
+        logger.warning("--load-format dummy: the two configurations get different random weights; measure, do not read")
 
 
 def two_nccl_wheels() -> str | None:
@@ -79,17 +84,43 @@ def two_nccl_wheels() -> str | None:
     return f"{both} are both installed and own the same libnccl.so.2; uninstall the one that torch was not built for"
 
 
-def limit_prefill_graphs(server_args: Any, threshold: int) -> None:
-    """Keep only prefill graph buckets that hold stock TP: larger batches must reach the decision, hence run eagerly."""
+def post_capture_sizing() -> str | None:
+    from sglang.srt.environ import envs
+
+    if not envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
+        return None
+    return (
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: it reserves memory by the size of prefill graphs, limited here; unset it"
+    )
+
+
+def limit_graphs(server_args: Any, shift: ShiftConfig) -> None:
+    """Keep the CUDA graph buckets that hold stock TP: what belongs in the base configuration must reach the decision.
+
+    A graph replays what was captured, stock TP here, without asking. Batches above the largest bucket run eagerly.
+    """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
     from sglang.srt.model_executor.cuda_graph_config import Phase, with_phase
 
     graphs = resolving_view(server_args).cuda_graph_config
-    if graphs is None or graphs.prefill.backend == "disabled" or not graphs.prefill.bs:
+    if graphs is None:
         return
-    if max(graphs.prefill.bs) <= threshold:
-        return
-    kept = [size for size in graphs.prefill.bs if size <= threshold]
-    changes = {"bs": kept, "max_bs": kept[-1]} if kept else {"backend": "disabled", "bs": None, "max_bs": None}
-    declare_resolution(server_args, "sgl_shift", cuda_graph_config=with_phase(graphs, Phase.PREFILL, **changes))
-    logger.info("Shift Parallelism: prefill CUDA graphs up to %s tokens; larger prefills choose per batch", kept[-1:])
+    largest = shift.settings.threshold if shift.settings.mode == "shift" else 0
+    for phase in (Phase.DECODE, Phase.PREFILL):
+        now = getattr(graphs, phase)
+        if now.backend == "disabled" or not now.bs or max(now.bs) <= largest:
+            continue
+        kept = [size for size in now.bs if size <= largest]
+        changes = {"bs": kept, "max_bs": kept[-1]} if kept else {"backend": "disabled"}
+        graphs = with_phase(graphs, phase, **changes)
+        logger.info("Shift Parallelism: %s CUDA graphs up to %d; larger batches run eagerly", phase, (kept or [0])[-1])
+    declare_resolution(server_args, "sgl_shift", cuda_graph_config=graphs)
+
+
+def captured_tokens(server_args: Any) -> int:
+    """The largest batch that a CUDA graph may replay as stock TP; 0 where nothing is captured."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    graphs = resolving_view(server_args).cuda_graph_config
+    phases = () if graphs is None else (graphs.decode, graphs.prefill)
+    return max((max(phase.bs) for phase in phases if phase.backend != "disabled" and phase.bs), default=0)
