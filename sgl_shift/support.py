@@ -64,7 +64,7 @@ def given(value: Any) -> bool:
 
 
 def neither(*allowed: Any) -> Callable[[Any], bool]:
-    return lambda value: value not in allowed
+    return lambda value: value is not None and value not in allowed
 
 
 _SPLITS_TOKENS = "it already divides tokens or KV cache between ranks, in another layout"
@@ -91,14 +91,14 @@ RULES: tuple[Rule, ...] = (
     Rule("enable_shared_experts_attn_tp", given, _GROUPS),
     Rule("shared_experts_tp_size", given, _GROUPS),
     Rule("ep_size", above(1), "expert parallelism dispatches rows over all ranks", "use --ep-size 1"),
-    Rule("moe_a2a_backend", neither("none", None), _MOE_ROWS, "use --moe-a2a-backend none"),
+    Rule("moe_a2a_backend", neither("none"), _MOE_ROWS, "use --moe-a2a-backend none"),
     Rule("ep_num_redundant_experts", above(0), _MOE_ROWS),
     Rule("enable_eplb", given, _MOE_ROWS),
     Rule("expert_distribution_recorder_mode", given, _MOE_ROWS),
     Rule("enable_return_routed_experts", given, _MOE_ROWS),
     Rule("enable_return_indexer_topk", given, _MOE_ROWS),
     Rule("enable_fused_moe_sum_all_reduce", given, "it reduces inside a kernel over a group of its own"),
-    Rule("elastic_ep_backend", neither(None, "none"), "the set of ranks would change under the SP groups"),
+    Rule("elastic_ep_backend", neither("none"), "the set of ranks would change under the SP groups"),
     Rule("enable_two_batch_overlap", given, "it splits the batch in two behind the decision"),
     Rule("enable_single_batch_overlap", given, "it splits the batch in two behind the decision"),
     Rule("enable_pdmux", given, "it runs prefill and decode on separate streams and groups"),
@@ -116,8 +116,8 @@ RULES: tuple[Rule, ...] = (
     Rule("kt_weight_path", given, _ONE_COPY),
     Rule("enable_paged_experts", given, _ONE_COPY),
     Rule("enable_memory_saver", given, _ONE_COPY),
-    Rule("weight_cache_mode", neither("off", None), _ONE_COPY, "use --weight-cache-mode off"),
-    Rule("startup_weight_load_mode", neither("serial", None), _ONE_COPY, "use --startup-weight-load-mode serial"),
+    Rule("weight_cache_mode", neither("off"), _ONE_COPY, "use --weight-cache-mode off"),
+    Rule("startup_weight_load_mode", neither("serial"), _ONE_COPY, "use --startup-weight-load-mode serial"),
     Rule("custom_weight_loader", given, _ONE_COPY),
     Rule("checkpoint_engine_wait_weights_before_ready", given, _ONE_COPY),
     Rule("remote_instance_weight_loader_start_seed_via_transfer_engine", given, _ONE_COPY),
@@ -140,7 +140,7 @@ RULES: tuple[Rule, ...] = (
     Rule("enable_hisparse", given, "it keeps KV outside the cache that both configurations share"),
     Rule("prefill_only_disable_kv_cache", given, "the shared KV cache is what Shift Parallelism rests on"),
     Rule(
-        "kv_canary", neither("none", None), "its checks follow the stock attention calls only", "use --kv-canary none"
+        "kv_canary", neither("none"), "its checks follow the stock attention calls only", "use --kv-canary none"
     ),
     Rule("debug_tensor_dump_output_folder", given, "it would dump the stock model's layers only"),
     Rule("msprobe_dump_config", given, "it would dump the stock model's layers only"),
@@ -149,7 +149,7 @@ RULES: tuple[Rule, ...] = (
     Rule("enable_return_aux_hidden_states", given, "auxiliary hidden states are captured on the stock model only"),
     Rule(
         "speculative_algorithm",
-        neither(None, *SPECULATIVE_ALGORITHMS),
+        neither(*SPECULATIVE_ALGORITHMS),
         "it captures hidden states or runs graphs of its own",
         f"use one of {', '.join(sorted(SPECULATIVE_ALGORITHMS))}, or none",
     ),
@@ -159,7 +159,7 @@ RULES: tuple[Rule, ...] = (
     *(
         Rule(
             option,
-            neither(None, *ATTENTION_BACKENDS),
+            neither(*ATTENTION_BACKENDS),
             "it has not been read for head counts taken from the parallel state",
             f"use one of {', '.join(sorted(ATTENTION_BACKENDS))}",
         )

@@ -163,6 +163,7 @@ def _serve(
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)  # not pytest's
     os.environ.update(environment)
     if not plugin:
         os.environ["SGLANG_PLUGINS"] = "none"
