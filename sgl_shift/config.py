@@ -79,7 +79,8 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str]) -> ShiftConfig
         flag, variable = OPTIONS[option]
         if given.get(option) is not None:
             return flag, given[option]
-        return variable, environ.get(variable) or None
+        # SGLang warns about every SGL_ variable that it would rather have as SGLANG_ (srt/environ.py): both work.
+        return variable, environ.get(variable) or environ.get(variable.replace("SGL_", "SGLANG_", 1)) or None
 
     settings = Settings()
     name, threshold = pick("shift_threshold")

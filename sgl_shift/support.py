@@ -139,9 +139,7 @@ RULES: tuple[Rule, ...] = (
     Rule("enable_amd_monokernel", given, "it replaces the decoder stack that the base configuration needs"),
     Rule("enable_hisparse", given, "it keeps KV outside the cache that both configurations share"),
     Rule("prefill_only_disable_kv_cache", given, "the shared KV cache is what Shift Parallelism rests on"),
-    Rule(
-        "kv_canary", neither("none"), "its checks follow the stock attention calls only", "use --kv-canary none"
-    ),
+    Rule("kv_canary", neither("none"), "its checks follow the stock attention calls only", "use --kv-canary none"),
     Rule("debug_tensor_dump_output_folder", given, "it would dump the stock model's layers only"),
     Rule("msprobe_dump_config", given, "it would dump the stock model's layers only"),
     Rule("forward_hooks", given, "they would run on the stock model's layers only"),

@@ -31,7 +31,7 @@ def run(host: Host, requests: Requests, logprob_start_len: int = 0) -> list[dict
     """Generate greedily; each answer as token ids, logprobs of prompt and output, margins and cached tokens."""
     answers = host.generate(
         input_ids=requests.prompts,
-        sampling_params=[{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in requests.max_new_tokens],
+        sampling_params=[{"temperature": 0, "max_new_tokens": n} for n in requests.max_new_tokens],
         return_logprob=True,
         logprob_start_len=logprob_start_len,
         top_logprobs_num=2,
@@ -51,6 +51,12 @@ def simplify(answer: dict[str, Any]) -> dict[str, Any]:
         "finish": meta["finish_reason"]["type"],
         "retractions": meta.get("num_retractions", 0),
     }
+
+
+def cut(answer: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The first ``tokens`` tokens of an answer that may have ended early."""
+    parts = {part: answer[part][:tokens] for part in ("tokens", "logprobs", "margins")}
+    return {**answer, **parts, "finish": "cut"}
 
 
 def worst_difference(stock: list[dict[str, Any]], ours: list[dict[str, Any]], *, cached: bool = False) -> float:

@@ -22,6 +22,7 @@ def test_a_flag_beats_its_variable_and_a_variable_the_default():
     assert resolve({}, environ) == ShiftConfig(4, Settings(64, "sp"))
     given = {"sp_size": 8, "shift_threshold": 100, "shift_mode": "tp"}
     assert resolve(given, environ) == ShiftConfig(8, Settings(100, "tp"))
+    assert resolve({}, {"SGLANG_SHIFT_SP_SIZE": "4"}).sp_size == 4  # as SGLang advises whoever says SGL_
     assert resolve({"sp_size": None}, {"SGL_SHIFT_SP_SIZE": ""}).sp_size == 1
 
 

@@ -36,7 +36,7 @@ async def _play(engine: Any, arrivals: list[Arrival]) -> list[dict[str, Any]]:
         last: dict[str, Any] = {}
         stream = await engine.async_generate(
             input_ids=arrival.prompt,
-            sampling_params={"temperature": 0, "max_new_tokens": arrival.max_new_tokens, "ignore_eos": True},
+            sampling_params={"temperature": 0, "max_new_tokens": arrival.max_new_tokens},
             return_logprob=True,
             logprob_start_len=0,
             top_logprobs_num=2,

@@ -1,0 +1,91 @@
+"""Real servers, started as a user starts them: a command, its environment, its log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import requests
+
+READY_SECONDS = 300
+
+
+class Server:
+    """A command that serves HTTP; ready when SGLang says that it is."""
+
+    def __init__(self, command: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        # What tests/hosting.py sets for forked engines is not what a user has.
+        ours = ("SGLANG_", "SGL_SHIFT_", "OMP_", "TORCH_COMPILE_DISABLE")
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [*command, "--port", str(self.port)],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**clean, **(environment or {})},
+                start_new_session=True,
+            )
+
+    def wait(self) -> Server:
+        deadline = time.monotonic() + READY_SECONDS
+        while "The server is fired up" not in self.text():
+            assert self.process.poll() is None, (
+                f"the server ended with {self.process.returncode}\n{self.text()[-4000:]}"
+            )
+            assert time.monotonic() < deadline, f"not ready in {READY_SECONDS} s\n{self.text()[-4000:]}"
+            time.sleep(0.5)
+        return self
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def post(self, path: str, body: dict[str, Any], **headers: str) -> requests.Response:
+        return requests.post(self.url + path, json=body, headers=headers, timeout=300)
+
+    def chat(self, text: str, max_tokens: int = 24) -> str:
+        body = {"model": "demo", "temperature": 0, "max_tokens": max_tokens, "messages": [user(text)]}
+        answer = self.post("/v1/chat/completions", body)
+        answer.raise_for_status()
+        return answer.json()["choices"][0]["message"]["content"]
+
+    def info(self) -> dict[str, Any]:
+        return requests.get(self.url + "/server_info", timeout=60).json()["internal_states"][0]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def run(command: list[str], timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
+    """A command that is to end by itself, in a user's environment."""
+    ours = ("SGLANG_", "SGL_SHIFT_", "OMP_", "TORCH_COMPILE_DISABLE")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return subprocess.run(
+        command, env={**clean, **environment}, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+PYTHON = sys.executable
