@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -13,36 +14,33 @@ from typing import Any
 
 import requests
 
+PYTHON = sys.executable
 READY_SECONDS = 300
 
 
 class Server:
     """A command that serves HTTP; ready when SGLang says that it is."""
 
-    def __init__(self, command: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, command: list[str], log: Path, **environment: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        # What tests/hosting.py sets for forked engines is not what a user has.
-        ours = ("SGLANG_", "SGL_SHIFT_", "OMP_", "TORCH_COMPILE_DISABLE")
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 [*command, "--port", str(self.port)],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**clean, **(environment or {})},
+                env={**users_environment(), **environment},
                 start_new_session=True,
             )
 
     def wait(self) -> Server:
         deadline = time.monotonic() + READY_SECONDS
         while "The server is fired up" not in self.text():
-            assert self.process.poll() is None, (
-                f"the server ended with {self.process.returncode}\n{self.text()[-4000:]}"
-            )
+            code = self.process.poll()
+            assert code is None, f"the server ended with {code}\n{self.text()[-4000:]}"
             assert time.monotonic() < deadline, f"not ready in {READY_SECONDS} s\n{self.text()[-4000:]}"
             time.sleep(0.5)
         return self
@@ -65,14 +63,10 @@ class Server:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(30)
-            except subprocess.TimeoutExpired:
-                pass
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def user(text: str) -> dict[str, str]:
@@ -81,11 +75,11 @@ def user(text: str) -> dict[str, str]:
 
 def run(command: list[str], timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
     """A command that is to end by itself, in a user's environment."""
+    env = {**users_environment(), **environment}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def users_environment() -> dict[str, str]:
+    """Without what ``tests/hosting.py`` sets for forked engines."""
     ours = ("SGLANG_", "SGL_SHIFT_", "OMP_", "TORCH_COMPILE_DISABLE")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return subprocess.run(
-        command, env={**clean, **environment}, capture_output=True, text=True, timeout=timeout, check=False
-    )
-
-
-PYTHON = sys.executable
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}

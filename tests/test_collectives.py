@@ -46,7 +46,8 @@ def test_one_base_forward(model, world, sp, start, tmp_path):
             expected_calls["all_reduce", base_group] = 2 * layers + 1  # the embedding is one
         assert calls == expected_calls
 
-        # paper, 1.8: (SP-1)/SP * n/SP * (2h + 2 max(h_kv, P)) u / TP elements leave a rank; with its own block, 1/SP more
+        # paper, 1.8: (SP-1)/SP * n/SP * (2h + 2 max(h_kv, P)) u / TP elements leave a rank; the buffer also holds the
+        # block that stays.
         heads = 2 * model.heads + 2 * max(model.kv_heads, world)
         assert sent["all_to_all_single", sp_group] == layers * rows * heads * model.head_dim // tp * FLOAT
         logit_rows = 1 if logprob_start_len == -1 else TOKENS

@@ -24,13 +24,23 @@ def servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
     model = str(demo.model_folder())
     ours = Server(
-        [PYTHON, "-m", "sgl_shift.launch_server", "--enable-cache-report", "--admin-api-key", "admin-secret"],
+        [PYTHON, "-m", "sgl_shift.launch_server", "--sleep-on-idle", "--admin-api-key", "admin-secret"],
         folder / "ours.log",
     )
     stock = Server(
-        [PYTHON, "-m", "sglang.launch_server", "--model-path", model, "--tp-size", str(demo.WORLD_SIZE)],
+        [
+            PYTHON,
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            model,
+            "--tp-size",
+            str(demo.WORLD_SIZE),
+            "--sleep-on-idle",
+        ],
         folder / "stock.log",
-        {"SGLANG_PLUGINS": "none", "SGLANG_PLATFORM": "sgl_shift_cpu"},
+        SGLANG_PLUGINS="none",
+        SGLANG_PLATFORM="sgl_shift_cpu",
     )
     try:
         yield ours.wait(), stock.wait()
@@ -112,12 +122,18 @@ def test_frontend_program(servers):
 def test_bench_serving(servers, tmp_path):
     ours, _ = servers
     before = ours.info()["shift_parallel"]["batches"]
-    result = run(
-        [PYTHON, "-m", "sglang.bench_serving", "--backend", "sglang", "--port", str(ours.port)]
-        + ["--dataset-name", "random-ids", "--random-input-len", "400", "--random-output-len", "6"]
-        + ["--random-range-ratio", "0.5", "--num-prompts", "6", "--tokenizer", str(demo.model_folder())]
-        + ["--output-file", str(tmp_path / "bench.jsonl")]
-    )
+    options = {
+        "backend": "sglang",
+        "port": ours.port,
+        "dataset-name": "random-ids",
+        "random-input-len": 400,
+        "random-output-len": 6,
+        "random-range-ratio": 0.5,
+        "num-prompts": 6,
+        "tokenizer": demo.model_folder(),
+        "output-file": tmp_path / "bench.jsonl",
+    }
+    result = run([PYTHON, "-m", "sglang.bench_serving", *(str(p) for k, v in options.items() for p in (f"--{k}", v))])
     assert result.returncode == 0, result.stderr[-3000:]
     assert json.loads((tmp_path / "bench.jsonl").read_text().splitlines()[-1])["completed"] == 6
     assert ours.info()["shift_parallel"]["batches"]["base"] > before["base"]
@@ -165,13 +181,15 @@ def test_weights_cannot_be_changed_in_one_configuration_only(servers):
 
 def test_config_file_and_environment_through_sglang_serve(checkpoint, tmp_path):
     """An existing deployment: SGLang's own command, flags in a file, the rest in the container's environment."""
-    config = {"model-path": str(checkpoint(DENSE)), "tp-size": 2, "sp-size": 2, "skip-tokenizer-init": True}
+    config = {"tp-size": 2, "sp-size": 2, "skip-tokenizer-init": True}
     (tmp_path / "config.yaml").write_text("\n".join(f"{k}: {json.dumps(v)}" for k, v in config.items()))
     sglang = str(Path(PYTHON).parent / "sglang")
     server = Server(
-        [sglang, "serve", "--config", str(tmp_path / "config.yaml")],
+        [sglang, "serve", "--model-path", str(checkpoint(DENSE)), "--config", str(tmp_path / "config.yaml")],
         tmp_path / "log",
-        {"SGLANG_PLATFORM": "sgl_shift_cpu", "SGL_SHIFT_THRESHOLD": "5", "SGL_SHIFT_SP_SIZE": "1"},
+        SGLANG_PLATFORM="sgl_shift_cpu",
+        SGL_SHIFT_THRESHOLD="5",
+        SGL_SHIFT_SP_SIZE="1",
     )
     try:
         server.wait()
