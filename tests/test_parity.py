@@ -218,3 +218,30 @@ def test_without_sp_size_the_plugin_changes_nothing(model, oracle, start, tmp_pa
 def test_checkpoints_do_not_depend_on_the_run():
     first, second = checkpoints.weights(DENSE), checkpoints.weights(DENSE)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_mode_tp_loads_no_base_model_and_cannot_leave(oracle, start):
+    host = start(DENSE, 2, sp_size=2, shift_mode="tp")
+    parity.assert_equal(oracle(DENSE, 2)["together"], parity.run(host, TOGETHER))
+    info = host.info()
+    assert info["weight_bytes"]["base"] == 0
+    assert info["tokens"]["base"] == 0
+    with pytest.raises(ValueError, match="rejected"):
+        host.set(mode="sp")
+    host.set(threshold=7)
+    assert (host.info()["mode"], host.info()["threshold"]) == ("tp", 7)
+
+
+def test_data_parallel_replicas_each_shift_by_themselves(oracle, start):
+    host = start(DENSE, 2, sp_size=2, dp_size=2, shift_threshold=20)
+    parity.assert_equal(oracle(DENSE, 2)["together"], parity.run(host, TOGETHER))
+    states = host.call(_internal_states)
+    assert len(states) == 2
+    for state in states:
+        assert state["shift_parallel"]["tokens"]["base"] > 0
+    host.set(threshold=9)
+    assert [state["shift_parallel"]["threshold"] for state in host.call(_internal_states)] == [9, 9]
+
+
+def _internal_states(engine: Any) -> list[dict[str, Any]]:
+    return engine.get_server_info()["internal_states"]
