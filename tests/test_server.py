@@ -88,7 +88,7 @@ def test_openai_client_streaming_and_not(servers):
     for server in servers:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
         for prompt in ("Name three colours.", LONG):
-            common = {"model": "demo", "temperature": 0, "max_tokens": 20, "messages": [user(prompt)]}
+            common = {"model": "demo", "temperature": 0, "max_tokens": 8, "messages": [user(prompt)]}
             whole = client.chat.completions.create(**common).choices[0].message.content
             pieces = [c.choices[0].delta.content or "" for c in client.chat.completions.create(**common, stream=True)]
             assert "".join(pieces) == whole
@@ -102,11 +102,11 @@ def test_frontend_program(servers):
     @sgl.function
     def program(s, topic, long):
         s += (LONG + " " if long else "") + f"A note on {topic}:"
-        s += sgl.gen("answer", max_tokens=12, temperature=0)
+        s += sgl.gen("answer", max_tokens=6, temperature=0)
         forks = s.fork(2)
         for index, fork in enumerate(forks):
             fork += f"\nPoint {index + 1}:"
-            fork += sgl.gen("point", max_tokens=10, temperature=0)
+            fork += sgl.gen("point", max_tokens=5, temperature=0)
         s += "\nPoints:" + forks[0]["point"] + forks[1]["point"] + "\nFruit, yes or no:"
         s += sgl.select("fruit", choices=[" yes", " no"])
 
@@ -127,15 +127,15 @@ def test_bench_serving(servers, tmp_path):
         "port": ours.port,
         "dataset-name": "random-ids",
         "random-input-len": 400,
-        "random-output-len": 6,
-        "random-range-ratio": 0.5,
-        "num-prompts": 6,
+        "random-output-len": 4,
+        "random-range-ratio": 0.7,
+        "num-prompts": 4,
         "tokenizer": demo.model_folder(),
         "output-file": tmp_path / "bench.jsonl",
     }
     result = run([PYTHON, "-m", "sglang.bench_serving", *(str(p) for k, v in options.items() for p in (f"--{k}", v))])
     assert result.returncode == 0, result.stderr[-3000:]
-    assert json.loads((tmp_path / "bench.jsonl").read_text().splitlines()[-1])["completed"] == 6
+    assert json.loads((tmp_path / "bench.jsonl").read_text().splitlines()[-1])["completed"] == 4
     assert ours.info()["shift_parallel"]["batches"]["base"] > before["base"]
 
 
