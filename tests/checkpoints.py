@@ -60,6 +60,12 @@ class Tiny:
         }
         return {**config, **self.extra}
 
+    def write(self, folder: Path) -> None:
+        """Write the checkpoint, with weights that depend on nothing but its name."""
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(self.config, indent=1))
+        save_file(weights(self), folder / "model.safetensors", metadata={"format": "pt"})
+
 
 DENSE = Tiny("llama", "LlamaForCausalLM", "llama")
 FEW_KV_HEADS = Tiny("qwen3-2kv", "Qwen3ForCausalLM", "qwen3", kv_heads=2, qk_norm=True, tied=True)
@@ -88,14 +94,6 @@ MIXTRAL = Tiny(
     hidden=128,  # SGLang's Mixtral has no head_dim of its own
     extra={"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
 )
-
-
-def write(model: Tiny, folder: Path) -> Path:
-    """Write ``model`` with weights that depend on nothing but its name."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model.config, indent=1))
-    save_file(weights(model), folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def weights(model: Tiny) -> dict[str, torch.Tensor]:

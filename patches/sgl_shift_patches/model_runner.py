@@ -77,7 +77,7 @@ def bind(runner: Any, shift: ShiftParallel, base: nn.Module) -> None:
     stock_stack = _resolve_transformer_layer_model(runner.model)
     base_stack = _resolve_transformer_layer_model(base)
     for base_layer, stock_layer in radix_attention.pair(base_stack, stock_stack):
-        base_layer.forward = radix_attention.exchange_around(shift, base_layer, stock_layer)
+        base_layer.attention.forward = radix_attention.exchange_around(shift, base_layer, stock_layer)
 
     stock_forward = stock_stack.forward
     signature = inspect.signature(stock_forward)

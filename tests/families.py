@@ -1,0 +1,203 @@
+"""Tiny random checkpoints of whole model families, saved by transformers in the names that real ones have.
+
+Complements ``tests/checkpoints.py``, which writes without transformers. Weights are scaled in the same spirit:
+attention matters, and every part (norms, biases, sinks, router) differs from its initial value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.checkpoints import VOCAB
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+class Family(NamedTuple):
+    """A model family: transformers' configuration class, and what it takes beside the common sizes."""
+
+    name: str
+    config_class: str
+    options: dict[str, Any]
+
+    def with_kv_heads(self, kv_heads: int) -> Family:
+        return self._replace(
+            name=f"{self.name}-{kv_heads}kv", options={**self.options, "num_key_value_heads": kv_heads}
+        )
+
+    def write(self, folder: Path) -> None:
+        """In a process of its own: transformers may start threads, which forking does not survive."""
+        process = multiprocessing.get_context("fork").Process(target=_write, args=(self, folder))
+        process.start()
+        process.join()
+        assert process.exitcode == 0, f"writing {self.name} failed"
+
+
+PHI3 = Family("phi3", "Phi3Config", {"pad_token_id": 0})
+QWEN2_MOE = Family(
+    "qwen2-moe",
+    "Qwen2MoeConfig",
+    {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 96,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+)
+GEMMA2 = Family(
+    "gemma2",
+    "Gemma2Config",
+    {"hidden_act": "gelu_pytorch_tanh", "head_dim": 16, "sliding_window": 32, "query_pre_attn_scalar": 16},
+)
+GEMMA3 = Family(
+    "gemma3",
+    "Gemma3TextConfig",
+    {"head_dim": 16, "sliding_window": 32, "query_pre_attn_scalar": 16, "num_key_value_heads": 2},
+)
+GLM4 = Family("glm4", "Glm4Config", {"head_dim": 16, "attention_bias": True, "pad_token_id": 0})
+OLMO2 = Family("olmo2", "Olmo2Config", {})
+COHERE = Family("cohere", "CohereConfig", {"logit_scale": 0.5, "use_qk_norm": False})
+GRANITE = Family(
+    "granite",
+    "GraniteConfig",
+    {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.25, "logits_scaling": 0.5},
+)
+LLAMA4 = Family(
+    "llama4",
+    "Llama4TextConfig",
+    {
+        "head_dim": 16,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+        "attention_chunk_size": 1024,
+        "no_rope_layers": [1, 1, 0],
+        "use_qk_norm": False,  # SGLang computes it in bfloat16 whatever the dtype, and then fails in float32
+        "attn_temperature_tuning": True,
+        "floor_scale": 16,  # so that the temperature differs between positions of a short prompt
+        "attn_scale": 0.5,
+    },
+)
+GPT_OSS = Family(
+    "gpt-oss",
+    "GptOssConfig",
+    {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+)
+
+FAMILIES = (PHI3, QWEN2_MOE, GEMMA2, GEMMA3, GLM4, OLMO2, COHERE, GRANITE, LLAMA4, GPT_OSS)
+
+
+def _write(family: Family, folder: Path) -> None:
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(sum(family.name.encode()))
+    config = getattr(transformers, family.config_class)(**{**_SIZES, **family.options})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_values(name, parameter))
+    model.save_pretrained(folder)
+
+
+def _values(name: str, parameter: Any) -> Any:
+    import torch
+
+    noise = torch.randn_like(parameter)
+    if "embed_tokens" in name:
+        return noise
+    if parameter.dim() == 1 or name.endswith("bias"):
+        return parameter + 0.1 * noise
+    gain = 2.0 if "attn" in name or "router" in name or "gate.weight" in name else 1.0
+    return noise * gain * (3.0 if "lm_head" in name else 1.0) / parameter.shape[-1] ** 0.5
+
+
+def stand_ins(_rank: int) -> None:
+    """In a rank without a GPU: torch where SGLang's models know a GPU kernel only. For stock and for us alike."""
+    import torch
+    from sglang.srt.layers import logits_processor
+    from sglang.srt.layers.moe import fused_moe_native
+    from sglang.srt.models import qwen2_moe
+
+    def fused_gate_sigmoid_mul_add(hidden: Any, gate: Any, shared: Any, output: Any) -> None:  # Qwen2-MoE
+        output += torch.sigmoid(hidden @ gate)[:, None] * shared
+
+    def softcap(logits: Any, cap: float) -> Any:  # Gemma2
+        return logits.copy_(torch.tanh(logits / cap) * cap)
+
+    experts = fused_moe_native.moe_forward_native
+
+    def moe_forward_native(layer: Any, x: Any, topk_output: Any, config: Any) -> Any:  # Llama4: weights on the input
+        if config.apply_router_weight_on_input:
+            config = dataclasses.replace(config, apply_router_weight_on_input=False)
+            x = x * topk_output.topk_weights.to(x.dtype)  # top-1: [tokens, 1]
+            topk_output = topk_output._replace(topk_weights=torch.ones_like(topk_output.topk_weights))
+        return experts(layer, x, topk_output, config)
+
+    qwen2_moe.fused_gate_sigmoid_mul_add = fused_gate_sigmoid_mul_add
+    logits_processor.fused_softcap = softcap
+    fused_moe_native.moe_forward_native = moe_forward_native
+
+
+def attention_with_sinks(rank: int) -> None:
+    """gpt-oss on a CPU: SGLang's ``torch_native`` backend plus attention sinks, in the place of ``intel_amx``.
+
+    gpt-oss refuses ``torch_native``, which knows no sinks, and accepts ``intel_amx``, whose kernels are not on PyPI.
+    """
+    import torch
+    from sglang.srt.layers.attention import attention_registry, torch_native_backend
+
+    stand_ins(rank)
+    plain = torch_native_backend.scaled_dot_product_attention
+
+    class Backend(torch_native_backend.TorchNativeAttnBackend):
+        def forward_extend(self, *args: Any, sinks: Any = None, **kwargs: Any) -> Any:
+            return self._with(sinks, super().forward_extend, *args, **kwargs)
+
+        def forward_decode(self, *args: Any, sinks: Any = None, **kwargs: Any) -> Any:
+            return self._with(sinks, super().forward_decode, *args, **kwargs)
+
+        @staticmethod
+        def _with(sinks: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
+            def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, **options: Any) -> Any:
+                groups = q.shape[1] // k.shape[1]  # [batch, heads, tokens, head_dim]
+                k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+                logits = q @ k.transpose(-1, -2) * options["scale"]
+                if options.get("is_causal"):
+                    attn_mask = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
+                if attn_mask is not None:
+                    logits = logits.masked_fill(~attn_mask, float("-inf"))
+                sink = sinks.to(logits.dtype)[None, :, None, None].expand(*logits.shape[:-1], 1)
+                return torch.cat([logits, sink], -1).softmax(-1)[..., :-1] @ v
+
+            torch_native_backend.scaled_dot_product_attention = attention if sinks is not None else plain
+            try:
+                return run(*args, **kwargs)
+            finally:
+                torch_native_backend.scaled_dot_product_attention = plain
+
+    attention_registry.ATTENTION_BACKENDS["intel_amx"] = Backend
