@@ -10,16 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-ARCHITECTURES: frozenset[str] = frozenset(
-    {
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "MixtralForCausalLM",
-    }
-)
+# Family -> architectures, as config.json names them.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "Llama": ("LlamaForCausalLM",),
+    "Mistral": ("MistralForCausalLM",),
+    "Phi3": ("Phi3ForCausalLM",),
+    "Qwen2": ("Qwen2ForCausalLM",),
+    "Qwen2-MoE": ("Qwen2MoeForCausalLM",),
+    "Qwen3": ("Qwen3ForCausalLM",),
+    "Qwen3-MoE": ("Qwen3MoeForCausalLM",),
+    "Mixtral": ("MixtralForCausalLM",),
+    "Gemma2": ("Gemma2ForCausalLM",),
+    "Gemma3 text": ("Gemma3ForCausalLM",),
+    "GLM4": ("Glm4ForCausalLM",),
+    "Olmo2": ("Olmo2ForCausalLM",),
+    "Cohere": ("CohereForCausalLM",),
+    "Granite": ("GraniteForCausalLM",),
+    "Llama4 text": ("Llama4ForCausalLM",),
+    "gpt-oss": ("GptOssForCausalLM",),
+}
+ARCHITECTURES: frozenset[str] = frozenset(name for names in FAMILIES.values() for name in names)
 
 # Backends whose forward reads head counts from the layer it is given and not from the parallel state.
 ATTENTION_BACKENDS: frozenset[str] = frozenset(
@@ -185,7 +195,7 @@ def refuse_architecture(architecture: str, *, is_mla: bool, allow_untested: bool
     if architecture not in ARCHITECTURES and not allow_untested:
         return (
             f"{architecture} is not among the architectures tested with Shift Parallelism "
-            f"({', '.join(sorted(ARCHITECTURES))}); leave out --sp-size, or accept the risk of wrong answers with "
+            f"({', '.join(FAMILIES)}); leave out --sp-size, or accept the risk of wrong answers with "
             "--shift-allow-untested-model"
         )
     return None

@@ -83,8 +83,9 @@ LLAMA4 = Family(
     "Llama4TextConfig",
     {
         "head_dim": 16,
-        "intermediate_size_mlp": 96,
-        "num_local_experts": 4,
+        "intermediate_size": 128,
+        "intermediate_size_mlp": 128,
+        "num_local_experts": 8,
         "num_experts_per_tok": 1,
         "interleave_moe_layer_step": 1,
         "attention_chunk_size": 1024,
@@ -156,7 +157,22 @@ def stand_ins(_rank: int) -> None:
             config = dataclasses.replace(config, apply_router_weight_on_input=False)
             x = x * topk_output.topk_weights.to(x.dtype)  # top-1: [tokens, 1]
             topk_output = topk_output._replace(topk_weights=torch.ones_like(topk_output.topk_weights))
+        if config.gemm1_alpha is not None:  # gpt-oss, whose weights are [experts, in, out]
+            return gpt_oss_experts(layer, x, topk_output, config)
         return experts(layer, x, topk_output, config)
+
+    def gpt_oss_experts(layer: Any, x: Any, topk_output: Any, config: Any) -> Any:
+        """Clamped, interleaved gate and up with biases, as transformers computes them."""
+        alpha, limit = config.gemm1_alpha, config.gemm1_clamp_limit
+        out = torch.zeros_like(x)
+        for expert in range(layer.num_experts):
+            tokens, place = (topk_output.topk_ids == expert).nonzero(as_tuple=True)
+            gate_up = x[tokens] @ layer.w13_weight[expert] + layer.w13_weight_bias[expert]
+            gate, up = gate_up[:, ::2].clamp(max=limit), gate_up[:, 1::2].clamp(-limit, limit)
+            inner = (up + 1) * gate * torch.sigmoid(alpha * gate)
+            weights = topk_output.topk_weights[tokens, place][:, None].to(x.dtype)
+            out.index_add_(0, tokens, (inner @ layer.w2_weight[expert] + layer.w2_weight_bias[expert]) * weights)
+        return out
 
     qwen2_moe.fused_gate_sigmoid_mul_add = fused_gate_sigmoid_mul_add
     logits_processor.fused_softcap = softcap
@@ -164,7 +180,7 @@ def stand_ins(_rank: int) -> None:
 
 
 def attention_with_sinks(rank: int) -> None:
-    """gpt-oss on a CPU: SGLang's ``torch_native`` backend plus attention sinks, in the place of ``intel_amx``.
+    """gpt-oss on a CPU: attention sinks for SGLang's ``torch_native`` backend, asked for as ``intel_amx``.
 
     gpt-oss refuses ``torch_native``, which knows no sinks, and accepts ``intel_amx``, whose kernels are not on PyPI.
     """
@@ -200,4 +216,5 @@ def attention_with_sinks(rank: int) -> None:
             finally:
                 torch_native_backend.scaled_dot_product_attention = plain
 
-    attention_registry.ATTENTION_BACKENDS["intel_amx"] = Backend
+    # Without AMX, SGLang puts torch_native in the place of intel_amx after gpt-oss's check.
+    attention_registry.ATTENTION_BACKENDS["torch_native"] = Backend

@@ -28,6 +28,7 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     OMP_WAIT_POLICY="PASSIVE",
     TORCH_COMPILE_DISABLE="1",
+    SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK="0",
     SGLANG_CPU_OMP_THREADS_BIND="|".join(str(rank % len(os.sched_getaffinity(0))) for rank in range(16)),
 )
 

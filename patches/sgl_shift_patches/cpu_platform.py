@@ -81,6 +81,8 @@ def fill_in_defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
     if asked.max_total_tokens is None:
         chosen["max_total_tokens"] = MAX_TOTAL_TOKENS  # a rank cannot tell how much of the memory is its own
     environment = thread_environment(asked.dp_size * asked.tp_size * asked.pp_size)
+    # Ranks share one memory, and see it fill up while others load: that is no imbalance between devices.
+    environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     if not asked.enable_torch_compile:
         environment["TORCH_COMPILE_DISABLE"] = "1"  # a few small helpers; compiling them takes half a minute a rank
     environment = {name: value for name, value in environment.items() if name not in os.environ}

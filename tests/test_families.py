@@ -1,0 +1,75 @@
+"""Model families beyond those of ``test_parity.py``: base and shift against stock, with the TP and SP degrees mixed.
+
+The long tier (``pytest -m long``) adds SP alone and KV heads that are replicated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests import parity
+from tests.families import (
+    COHERE,
+    FAMILIES,
+    GEMMA2,
+    GEMMA3,
+    GPT_OSS,
+    LLAMA4,
+    QWEN2_MOE,
+    Family,
+    attention_with_sinks,
+    stand_ins,
+)
+from tests.parity import Requests
+
+REQUESTS = Requests.random(1, [33, 5, 1, 90], [5, 3, 6, 2])
+
+
+def arguments(family: Family) -> dict[str, Any]:
+    if family.config_class == GPT_OSS.config_class:
+        return {"attention_backend": "intel_amx", "in_rank": attention_with_sinks}
+    return {"in_rank": stand_ins}
+
+
+def check(family: Family, world: int, sp: int, start) -> None:
+    stock = start(family, world, plugin=False, **arguments(family))
+    expected = parity.run(stock, REQUESTS)
+    stock.close()
+    host = start(family, world, sp_size=sp, shift_mode="sp", **arguments(family))
+    worst = parity.assert_equal(expected, parity.run(host, REQUESTS))
+    assert host.info()["tokens"]["shift"] == 0
+    host.set(mode="shift", threshold=3)
+    host.flush_cache()
+    worst = max(worst, parity.assert_equal(expected, parity.run(host, REQUESTS)))
+    assert host.info()["tokens"]["shift"] > 0
+    print(f"{family.name} P={world} SP={sp}: worst logprob difference {worst:.1e}")
+    host.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_family(family, start):
+    check(family, 4, 2, start)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_family_with_sp_alone(family, start):
+    check(family, 2, 2, start)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+@pytest.mark.parametrize("sp", [4, 2])
+def test_family_with_replicated_kv_heads(family, sp, start):
+    check(family.with_kv_heads(2 if sp == 4 else 1), 4, sp, start)
+
+
+def test_the_families_differ_where_it_matters():
+    """What each is here for is in its configuration: sinks, windows, shared experts, biases, positions."""
+    assert GPT_OSS.options["layer_types"].count("sliding_attention") == 2
+    assert GEMMA2.options["sliding_window"] == GEMMA3.options["sliding_window"] == 32 < max(map(len, REQUESTS.prompts))
+    assert QWEN2_MOE.options["shared_expert_intermediate_size"]
+    assert LLAMA4.options["attn_temperature_tuning"]
+    assert "num_key_value_heads" not in COHERE.options
