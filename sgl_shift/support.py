@@ -28,6 +28,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "Granite": ("GraniteForCausalLM",),
     "Llama4 text": ("Llama4ForCausalLM",),
     "gpt-oss": ("GptOssForCausalLM",),
+    "Reward and classification": ("Qwen2ForRewardModel", "LlamaForSequenceClassification"),
 }
 ARCHITECTURES: frozenset[str] = frozenset(name for names in FAMILIES.values() for name in names)
 

@@ -110,8 +110,7 @@ def weights(model: Tiny) -> dict[str, torch.Tensor]:
         "model.embed_tokens.weight": torch.randn(VOCAB, model.hidden, generator=generator),
         "model.norm.weight": vector(model.hidden),
     }
-    if not model.tied:
-        tensors["lm_head.weight"] = matrix(VOCAB, model.hidden, 3.0)
+    tensors |= _head(model, matrix, vector)
     for layer in range(model.layers):
         at = f"model.layers.{layer}"
         tensors |= {
@@ -130,6 +129,20 @@ def weights(model: Tiny) -> dict[str, torch.Tensor]:
             tensors[f"{at}.self_attn.k_norm.weight"] = vector(model.head_dim, 1.5)
         tensors |= _ffn(model, at, matrix)
     return tensors
+
+
+def _head(model: Tiny, matrix: Any, vector: Any) -> dict[str, torch.Tensor]:
+    hidden = model.hidden
+    if model.architecture.endswith("ForRewardModel"):
+        return {
+            "score.0.weight": matrix(hidden, hidden),
+            "score.0.bias": vector(hidden, 0.0),
+            "score.2.weight": matrix(1, hidden, 3.0),
+            "score.2.bias": vector(1, 0.0),
+        }
+    if model.architecture.endswith("ForSequenceClassification"):
+        return {"score.weight": matrix(3, hidden, 3.0)}
+    return {} if model.tied else {"lm_head.weight": matrix(VOCAB, hidden, 3.0)}
 
 
 def _ffn(model: Tiny, at: str, matrix: Any) -> dict[str, torch.Tensor]:

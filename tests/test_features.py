@@ -6,14 +6,20 @@ A feature here is a function that runs in the engine's process and returns plain
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from sgl_shift import demo
 from tests import parity
-from tests.checkpoints import DENSE, VOCAB
+from tests.checkpoints import DENSE, QWEN2, VOCAB, weights
 from tests.hosting import Host
 from tests.parity import Requests
 
@@ -234,3 +240,117 @@ def test_input_embeds(checkpoint, start):
 def _embeds(engine: Any, embeds: list[list[float]]) -> float:
     answer = request(engine, input_embeds=embeds, sampling_params=greedy(1), return_logprob=True)
     return answer["meta_info"]["output_token_logprobs"][0][0]
+
+
+EMBEDDING = dataclasses.replace(QWEN2, name="qwen2-embedding")
+REWARD = dataclasses.replace(QWEN2, name="qwen2-reward", architecture="Qwen2ForRewardModel")
+CLASSIFIER = dataclasses.replace(
+    DENSE,
+    name="llama-classifier",
+    architecture="LlamaForSequenceClassification",
+    extra={"id2label": {"0": "a", "1": "b", "2": "c"}},
+)
+
+
+@pytest.mark.parametrize("model", [EMBEDDING, REWARD, CLASSIFIER], ids=lambda m: m.name)
+def test_embedding_reward_and_classification_models(model, start):
+    expected = start(model, 2, plugin=False, is_embedding=True).call(_encode)
+    host = start(model, 2, sp_size=2, is_embedding=True, shift_mode="sp")
+    assert_close(expected, host.call(_encode), model.name)
+    assert host.info()["tokens"]["shift"] == 0
+    host.set(mode="shift", threshold=25)
+    host.flush_cache()
+    assert_close(expected, host.call(_encode), model.name)
+
+
+def _encode(engine: Any) -> Any:
+    from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+    async def run(prompt: list[int]) -> Any:
+        async for answer in engine.tokenizer_manager.generate_request(EmbeddingReqInput(input_ids=prompt), None):
+            last = answer
+        return last["embedding"]
+
+    return [engine.loop.run_until_complete(run(prompt)) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """A LoRA adapter for DENSE that changes answers."""
+    folder = tmp_path_factory.mktemp("adapter")
+    targets, rank = ["q_proj", "v_proj", "o_proj", "down_proj"], 4
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
+    for name, weight in weights(DENSE).items():
+        if any(target in name for target in targets):
+            out, into = weight.shape
+            at = "base_model.model." + name.removesuffix(".weight")
+            tensors[f"{at}.lora_A.weight"] = torch.randn(rank, into, generator=generator) / into**0.5
+            tensors[f"{at}.lora_B.weight"] = torch.randn(out, rank, generator=generator) * 0.5
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def without_pinned_memory(_rank: int) -> None:
+    """SGLang's LoRA code pins memory, which needs a CUDA driver. For stock and for us alike."""
+    for name in ("tensor", "empty", "zeros", "arange"):
+        original = getattr(torch, name)
+        setattr(torch, name, lambda *a, _original=original, **k: _original(*a, **{**k, "pin_memory": False}))
+    torch.Tensor.pin_memory = lambda self, *a, **k: self
+
+
+def test_batches_with_an_adapter_run_in_stock_tp(adapter, start):
+    lora = {"enable_lora": True, "lora_paths": {"tuned": str(adapter)}, "lora_backend": "torch_native"}
+    lora["in_rank"] = without_pinned_memory
+    stock = start(DENSE, 2, plugin=False, **lora)
+    plain, tuned, mixed = (stock.call(_with_adapters, a) for a in ([None] * 3, ["tuned"] * 3, [None, "tuned", None]))
+    stock.close()
+    assert plain != tuned
+    host = start(DENSE, 2, sp_size=2, shift_mode="sp", **lora)
+    assert_close(plain, host.call(_with_adapters, [None] * 3), "plain")
+    before = host.info()["tokens"]
+    assert before["shift"] == 0
+    assert before["base"] > 0
+    assert_close(tuned, host.call(_with_adapters, ["tuned"] * 3), "tuned")
+    after = host.info()["tokens"]
+    assert after["base"] == before["base"]
+    assert after["shift"] > 0
+    assert_close(mixed, host.call(_with_adapters, [None, "tuned", None]), "mixed")
+
+
+def _with_adapters(engine: Any, adapters: list[str | None]) -> Any:
+    engine.flush_cache()
+    answers = engine.generate(
+        input_ids=PROMPTS, sampling_params=greedy(4), lora_path=adapters, return_logprob=True, logprob_start_len=0
+    )
+    return [meta(answer, "input_token_logprobs", "output_token_logprobs") for answer in answers]
+
+
+def test_structured_output(tmp_path):
+    """JSON schema, regular expression and EBNF, on the demo model, which has a tokenizer."""
+    engine = {"skip_tokenizer_init": False, "log": tmp_path / "log"}
+    with Host(demo.model_folder(), demo.WORLD_SIZE, plugin=False, **engine) as stock:
+        expected = stock.call(_structured)
+    with Host(demo.model_folder(), demo.WORLD_SIZE, sp_size=3, shift_mode="sp", **engine) as host:
+        assert host.call(_structured) == expected
+        assert host.info()["tokens"]["shift"] == 0
+    assert json.loads(expected[0])["age"] >= 0
+    assert re.fullmatch(r"[0-9]{3}-[a-z]{2}", expected[1])
+    assert expected[2] in ("yes", "no")
+
+
+def _structured(engine: Any) -> list[str]:
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "maximum": 9, "minimum": 0}},
+        "required": ["age"],
+    }
+    params = [
+        greedy(16, json_schema=json.dumps({**schema, "additionalProperties": False})),
+        greedy(16, regex="[0-9]{3}-[a-z]{2}"),
+        greedy(8, ebnf='root ::= "yes" | "no"'),
+    ]
+    prompts = ["A child as JSON with its age:", "A code of three digits and two letters:", "Is snow white?"]
+    return [answer["text"] for answer in engine.generate(prompts, params)]
