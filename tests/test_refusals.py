@@ -221,3 +221,15 @@ def test_debug_mode_stops_ranks_that_disagree(start, tmp_path):
     log = (tmp_path / "engine0.log").read_text()
     assert "ranks disagree on a batch: rank 0: base, 17 tokens" in log
     assert "rank 1: shift, 17 tokens" in log
+
+
+def test_the_table_in_the_docs_is_the_one_that_is_enforced():
+    from pathlib import Path
+
+    from sgl_shift.features import FEATURES, markdown
+
+    root = Path(__file__).parent.parent
+    assert (root / "docs" / "support.md").read_text() == markdown(), "python -m sgl_shift.features > docs/support.md"
+    for feature in FEATURES:
+        assert bool(feature.run) != bool(feature.read), feature
+        assert not feature.run or (root / "tests" / feature.run).exists(), feature

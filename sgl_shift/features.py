@@ -1,0 +1,123 @@
+"""What becomes of each SGLang feature under ``--sp-size``, and how that is known. ``docs/support.md`` is printed by
+``python -m sgl_shift.features``; a test compares the two, and the refused rows are :data:`sgl_shift.support.RULES`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sgl_shift.support import FAMILIES, RULES, SPECULATIVE_ALGORITHMS
+
+WORKS = "works"
+EXPECTED = "expected to work"  # read, not run: no CPU can
+TO_TP = "stock TP"  # the batch runs in the shift configuration, right by construction
+
+
+class Feature(NamedTuple):
+    name: str
+    verdict: str
+    run: str = ""  # the test that runs it against stock SGLang
+    read: str = ""  # where a CPU cannot run it: the SGLang code that was read
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("Prompt, output, top and token-ids logprobs", WORKS, "test_features.py"),
+    Feature("`return_hidden_states`", WORKS, "test_features.py"),
+    Feature("Scoring without generation (`max_new_tokens=0`)", WORKS, "test_features.py"),
+    Feature("Embedding, reward and classification models", WORKS, "test_features.py"),
+    Feature("`input_embeds` requests", WORKS, "test_features.py"),
+    Feature("Structured output: JSON schema, regex, EBNF", WORKS, "test_features.py"),
+    Feature("Penalties, logit bias, stop tokens", WORKS, "test_features.py"),
+    Feature("Custom logit processors", WORKS, "test_features.py"),
+    Feature("Several answers to one prompt (`n`)", WORKS, "test_features.py"),
+    Feature("Sessions", WORKS, "test_features.py"),
+    Feature("Priority scheduling", WORKS, "test_features.py"),
+    Feature("Pause and continue, in place and with retraction", WORKS, "test_features.py"),
+    Feature("Radix prefix cache across switches", WORKS, "test_radix_cache.py"),
+    Feature("Chunked prefill, mixed chunks", WORKS, "test_radix_cache.py"),
+    Feature(
+        "Overlap schedule on and off, page sizes, no radix cache, other schedule policies", WORKS, "test_radix_cache.py"
+    ),
+    Feature("Retraction for want of KV space, aborts, cache flush", WORKS, "test_radix_cache.py"),
+    Feature("Data-parallel replicas (`--dp-size`)", WORKS, "test_parity.py"),
+    Feature("OpenAI endpoints, streaming, frontend programs, `bench_serving`", WORKS, "test_server.py"),
+    Feature("`--config` files, `sglang serve`, Engine, environment variables", WORKS, "test_server.py"),
+    Feature("LoRA: batches in which a request has an adapter", TO_TP, "test_features.py"),
+    Feature("LoRA: all other batches", WORKS, "test_features.py"),
+    Feature("Weight updates and checkpoint-engine at run time", "refused at the request", "test_server.py"),
+    Feature("Idle batches", TO_TP, read="scheduler.py:get_idle_batch"),
+    Feature("Draft models", TO_TP, read="speculative/*_worker.py: their runners have is_draft_worker set"),
+    Feature(
+        f"Speculative decoding: {', '.join(sorted(SPECULATIVE_ALGORITHMS))}",
+        EXPECTED,
+        read="eager_runner.py:_execute_extend (verify is an extend through the same stack, all rows gathered)",
+    ),
+    Feature("CUDA graphs: batches that were captured", TO_TP, read="decode_cuda_graph_runner.py:execute"),
+    Feature(
+        "HiCache, PD disaggregation",
+        EXPECTED,
+        read="mem_cache/hicache_*, disaggregation/*: they copy KV pool rows, which equal stock's",
+    ),
+    Feature(
+        "FP8 KV cache and its scales",
+        EXPECTED,
+        read="radix_attention.py: scales are the stock layer's, which runs attention",
+    ),
+    Feature(
+        "Quantized checkpoints",
+        EXPECTED,
+        read="loader.py: loaded twice, as for two TP degrees; both must be legal for the scheme",
+    ),
+)
+
+UNVERIFIED: tuple[str, ...] = (
+    "several nodes (`--nnodes`); SP groups are consecutive ranks, so keep `--sp-size` within a node",
+    "several tokenizer workers: a mode set at run time must then be its number (0 shift, 1 sp, 2 tp)",
+    "the SGLang router in front of replicas, gRPC mode",
+)
+
+NOT_YET: dict[str, str] = {
+    "Qwen2.5-VL, Qwen3-VL": "positions and embeddings are sliced (`forward.TOKEN_DIM`), but nothing of it was run",
+}
+
+
+def markdown() -> str:
+    """``docs/support.md``."""
+    lines = [
+        "# What works, what runs in stock TP, what is refused",
+        "",
+        "Printed by `python -m sgl_shift.features`; do not edit. *Run* names the test that compares with stock SGLang",
+        "on a CPU; *read* the SGLang code that was read where a CPU cannot run the feature.",
+        "",
+        "## Model families",
+        "",
+        "| family | architectures | |",
+        "|---|---|---|",
+        *(f"| {family} | {', '.join(f'`{a}`' for a in names)} | works |" for family, names in FAMILIES.items()),
+        *(f"| {family} | | refused: {why} |" for family, why in NOT_YET.items()),
+        "| any other | | refused, unless `--shift-allow-untested-model` |",
+        "| multi-head latent attention | | refused: its one latent KV head cannot be split |",
+        "",
+        "Run in `tests/test_parity.py` and `tests/test_families.py`: base, shift and switches, against stock.",
+        "",
+        "## Features",
+        "",
+        "| feature | | run | read |",
+        "|---|---|---|---|",
+        *(f"| {f.name} | {f.verdict} | {f'`{f.run}`' if f.run else ''} | {f.read} |" for f in FEATURES),
+        "",
+        "Not verified, neither run nor read closely:",
+        "",
+        *(f"* {row}" for row in UNVERIFIED),
+        "",
+        "## Refused at start-up",
+        "",
+        "| option | why | what works |",
+        "|---|---|---|",
+        *(f"| `{rule.flag}` | {rule.why} | {rule.works or 'leave it out'} |" for rule in RULES),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
