@@ -84,8 +84,7 @@ def bind(runner: Any, shift: ShiftParallel, base: nn.Module) -> None:
 
     @functools.wraps(stock_forward)  # the prefill graph runner and others read the signature
     def forward(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
-        return shift.run(stock_forward, base_stack, describe(runner, arguments))
+        return shift.run(stock_forward, base_stack, describe(runner, _by_name(signature, args, kwargs)))
 
     stock_stack.forward = forward
     shift.base_model.append(base_stack)  # the stack only: the LM head that follows is the stock model's
@@ -96,17 +95,24 @@ def bind(runner: Any, shift: ShiftParallel, base: nn.Module) -> None:
 def describe(runner: Any, arguments: dict[str, Any]) -> Batch:
     """What a call of the decoder stack asks for, in the core's terms."""
     forward_batch = arguments["forward_batch"]
-    per_token = {name: value for name, value in arguments.items() if name in TOKEN_DIM and value is not None}
-    name, tensor = next(iter(per_token.items()))
-    others = [
-        value for name, value in arguments.items() if name not in TOKEN_DIM and name not in ("forward_batch", "kwargs")
-    ]
+    given = {name: value for name, value in arguments.items() if value is not None and name != "forward_batch"}
+    name = next(name for name in TOKEN_DIM if name in given)
     return Batch(
-        arguments={**arguments, **arguments.get("kwargs", {})} if "kwargs" in arguments else arguments,
-        num_tokens=tensor.shape[TOKEN_DIM[name]],
-        base_can_run=can_run_in_base(forward_batch) and all(value is None for value in others),
+        arguments=arguments,
+        num_tokens=given[name].shape[TOKEN_DIM[name]],
+        # An argument that is not known to have a row a token could not be cut into slices.
+        base_can_run=can_run_in_base(forward_batch) and given.keys() <= TOKEN_DIM.keys(),
         rows=rows_after_prefill(runner, forward_batch),
     )
+
+
+def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names; those that only ``**kwargs`` takes under their own."""
+    bound = signature.bind(*args, **kwargs).arguments
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            bound.update(bound.pop(name, {}))
+    return bound
 
 
 def can_run_in_base(forward_batch: Any) -> bool:
