@@ -26,6 +26,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("Scoring without generation (`max_new_tokens=0`)", WORKS, "test_features.py"),
     Feature("Embedding, reward and classification models", WORKS, "test_features.py"),
     Feature("`input_embeds` requests", WORKS, "test_features.py"),
+    Feature("Images: mrope positions, embeddings, deepstack", WORKS, "test_families.py"),
     Feature("Structured output: JSON schema, regex, EBNF", WORKS, "test_features.py"),
     Feature("Penalties, logit bias, stop tokens", WORKS, "test_features.py"),
     Feature("Custom logit processors", WORKS, "test_features.py"),
@@ -76,10 +77,6 @@ UNVERIFIED: tuple[str, ...] = (
     "the SGLang router in front of replicas, gRPC mode",
 )
 
-NOT_YET: dict[str, str] = {
-    "Qwen2.5-VL, Qwen3-VL": "positions and embeddings are sliced (`forward.TOKEN_DIM`), but nothing of it was run",
-}
-
 
 def markdown() -> str:
     """``docs/support.md``."""
@@ -94,7 +91,6 @@ def markdown() -> str:
         "| family | architectures | |",
         "|---|---|---|",
         *(f"| {family} | {', '.join(f'`{a}`' for a in names)} | works |" for family, names in FAMILIES.items()),
-        *(f"| {family} | | refused: {why} |" for family, why in NOT_YET.items()),
         "| any other | | refused, unless `--shift-allow-untested-model` |",
         "| multi-head latent attention | | refused: its one latent KV head cannot be split |",
         "",

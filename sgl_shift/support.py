@@ -28,6 +28,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "Granite": ("GraniteForCausalLM",),
     "Llama4 text": ("Llama4ForCausalLM",),
     "gpt-oss": ("GptOssForCausalLM",),
+    "Qwen2.5-VL": ("Qwen2_5_VLForConditionalGeneration",),
+    "Qwen3-VL": ("Qwen3VLForConditionalGeneration",),
     "Reward and classification": ("Qwen2ForRewardModel", "LlamaForSequenceClassification"),
 }
 ARCHITECTURES: frozenset[str] = frozenset(name for names in FAMILIES.values() for name in names)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.checkpoints import VOCAB
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
     "intermediate_size": 96,
@@ -40,11 +41,7 @@ class Family(NamedTuple):
         )
 
     def write(self, folder: Path) -> None:
-        """In a process of its own: transformers may start threads, which forking does not survive."""
-        process = multiprocessing.get_context("fork").Process(target=_write, args=(self, folder))
-        process.start()
-        process.join()
-        assert process.exitcode == 0, f"writing {self.name} failed"
+        in_a_process_of_its_own(_write, self, folder)
 
 
 PHI3 = Family("phi3", "Phi3Config", {"pad_token_id": 0})
@@ -111,18 +108,32 @@ GPT_OSS = Family(
 FAMILIES = (PHI3, QWEN2_MOE, GEMMA2, GEMMA3, GLM4, OLMO2, COHERE, GRANITE, LLAMA4, GPT_OSS)
 
 
+def in_a_process_of_its_own(write: Callable[[Any, Path], None], model: Any, folder: Path) -> None:
+    """Transformers may start threads, and a process with threads cannot be forked for an engine any more."""
+    process = multiprocessing.get_context("fork").Process(target=write, args=(model, folder))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, f"writing {model.name} failed"
+
+
 def _write(family: Family, folder: Path) -> None:
     import torch
     import transformers
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(sum(family.name.encode()))
-    config = getattr(transformers, family.config_class)(**{**_SIZES, **family.options})
+    config = getattr(transformers, family.config_class)(**{**SIZES, **family.options})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    random_values(model)
+    model.save_pretrained(folder)
+
+
+def random_values(model: Any) -> None:
+    import torch
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_values(name, parameter))
-    model.save_pretrained(folder)
 
 
 def _values(name: str, parameter: Any) -> Any:

@@ -96,3 +96,19 @@ def equal(stock: list[dict[str, Any]], ours: list[dict[str, Any]]) -> bool:
     except AssertionError:
         return False
     return True
+
+
+def assert_close(a: Any, b: Any, where: str) -> None:
+    """Equal, with numbers that are not whole within the tolerance."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_close(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_close(x, y, f"{where}[{index}]")
+    elif isinstance(a, float) and isinstance(b, float):
+        assert abs(a - b) < TOLERANCE * max(1.0, abs(a)), f"{where}: {a} {b}"
+    else:
+        assert a == b, f"{where}: {a} {b}"

@@ -22,7 +22,8 @@ from tests.families import (
     attention_with_sinks,
     stand_ins,
 )
-from tests.parity import Requests
+from tests.parity import Requests, assert_close
+from tests.vision import QWEN2_5_VL, QWEN3_VL, look_at_images
 
 REQUESTS = Requests.random(1, [33, 5, 1, 90], [5, 3, 6, 2])
 
@@ -64,6 +65,25 @@ def test_family_with_sp_alone(family, start):
 @pytest.mark.parametrize("sp", [4, 2])
 def test_family_with_replicated_kv_heads(family, sp, start):
     check(family.with_kv_heads(2 if sp == 4 else 1), 4, sp, start)
+
+
+@pytest.mark.parametrize("family", [QWEN2_5_VL, QWEN3_VL], ids=lambda f: f.name)
+def test_vision_language_family(family, start):
+    """Images: mrope positions, embeddings in the place of ids, deepstack."""
+    engine = {"skip_tokenizer_init": False, "enable_multimodal": True}
+    stock = start(family, 4, plugin=False, **engine)
+    expected = stock.call(look_at_images)
+    stock.close()
+    (first, with_image, _), (second, without, _), _ = expected
+    assert with_image > without + 2  # the image became several tokens
+    assert first != second  # and they matter
+    host = start(family, 4, sp_size=2, shift_mode="sp", **engine)
+    assert_close(expected, host.call(look_at_images), family.name)
+    assert host.info()["tokens"]["shift"] == 0
+    host.set(mode="shift", threshold=20)
+    host.flush_cache()
+    assert_close(expected, host.call(look_at_images), family.name)
+    assert host.info()["tokens"]["shift"] > 0
 
 
 def test_the_families_differ_where_it_matters():

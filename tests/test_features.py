@@ -195,26 +195,10 @@ def test_feature(feature, engines):
         ours.set(**settings)
         ours.flush_cache()
         before = ours.info()["tokens"]
-        assert_close(expected, ours.call(feature), feature.__name__)
+        parity.assert_close(expected, ours.call(feature), feature.__name__)
         ran = {name: count - before[name] for name, count in ours.info()["tokens"].items()}
         assert (ran["base"] > 0) == (settings["mode"] != "tp"), ran
         assert ran["shift"] == 0 or settings["mode"] != "sp", ran
-
-
-def assert_close(a: Any, b: Any, where: str) -> None:
-    """Equal, with numbers that are not whole within the tolerance."""
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_close(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for index, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_close(x, y, f"{where}[{index}]")
-    elif isinstance(a, float) and isinstance(b, float):
-        assert abs(a - b) < parity.TOLERANCE * max(1.0, abs(a)), f"{where}: {a} {b}"
-    else:
-        assert a == b, f"{where}: {a} {b}"
 
 
 # --- features that take an engine of their own ---
@@ -256,11 +240,11 @@ CLASSIFIER = dataclasses.replace(
 def test_embedding_reward_and_classification_models(model, start):
     expected = start(model, 2, plugin=False, is_embedding=True).call(_encode)
     host = start(model, 2, sp_size=2, is_embedding=True, shift_mode="sp")
-    assert_close(expected, host.call(_encode), model.name)
+    parity.assert_close(expected, host.call(_encode), model.name)
     assert host.info()["tokens"]["shift"] == 0
     host.set(mode="shift", threshold=25)
     host.flush_cache()
-    assert_close(expected, host.call(_encode), model.name)
+    parity.assert_close(expected, host.call(_encode), model.name)
 
 
 def _encode(engine: Any) -> Any:
@@ -309,15 +293,15 @@ def test_batches_with_an_adapter_run_in_stock_tp(adapter, start):
     stock.close()
     assert plain != tuned
     host = start(DENSE, 2, sp_size=2, shift_mode="sp", **lora)
-    assert_close(plain, host.call(_with_adapters, [None] * 3), "plain")
+    parity.assert_close(plain, host.call(_with_adapters, [None] * 3), "plain")
     before = host.info()["tokens"]
     assert before["shift"] == 0
     assert before["base"] > 0
-    assert_close(tuned, host.call(_with_adapters, ["tuned"] * 3), "tuned")
+    parity.assert_close(tuned, host.call(_with_adapters, ["tuned"] * 3), "tuned")
     after = host.info()["tokens"]
     assert after["base"] == before["base"]
     assert after["shift"] > 0
-    assert_close(mixed, host.call(_with_adapters, [None, "tuned", None]), "mixed")
+    parity.assert_close(mixed, host.call(_with_adapters, [None, "tuned", None]), "mixed")
 
 
 def _with_adapters(engine: Any, adapters: list[str | None]) -> Any:
