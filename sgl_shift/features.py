@@ -41,6 +41,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("Retraction for want of KV space, aborts, cache flush", WORKS, "test_radix_cache.py"),
     Feature("Data-parallel replicas (`--dp-size`)", WORKS, "test_parity.py"),
+    Feature("Several nodes (`--nnodes`); a warning where base-TP groups cross them", WORKS, "test_nodes.py"),
     Feature("OpenAI endpoints, streaming, frontend programs, `bench_serving`", WORKS, "test_server.py"),
     Feature("`--config` files, `sglang serve`, Engine, environment variables", WORKS, "test_server.py"),
     Feature("LoRA: batches in which a request has an adapter", TO_TP, "test_features.py"),
@@ -72,7 +73,6 @@ FEATURES: tuple[Feature, ...] = (
 )
 
 UNVERIFIED: tuple[str, ...] = (
-    "several nodes (`--nnodes`); SP groups are consecutive ranks, so keep `--sp-size` within a node",
     "several tokenizer workers: a mode set at run time must then be its number (0 shift, 1 sp, 2 tp)",
     "the SGLang router in front of replicas, gRPC mode",
 )

@@ -78,6 +78,11 @@ class Layout:
         start = self.sp_rank(rank) * rows
         return Slice(start, rows, min(max(num_tokens - start, 0), rows))
 
+    def base_tp_crosses(self, nodes: int) -> bool:
+        """Whether the base configuration's all-reduces leave a node, with the ranks in order over ``nodes`` nodes."""
+        each = max(1, self.world_size // nodes)
+        return any(len({rank // each for rank in group}) > 1 for group in self.base_tp_groups)
+
     def digest(self) -> int:
         """A short number that differs between layouts; ranks compare it before they exchange anything."""
         return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:4], "big")

@@ -68,6 +68,14 @@ def test_full_tp_and_the_exchange_put_the_same_heads_on_each_rank(layout: Layout
         ]
 
 
+@pytest.mark.parametrize(
+    ("world", "sp", "nodes", "crosses"),
+    [(16, 8, 2, True), (16, 16, 2, False), (8, 4, 1, False), (8, 2, 2, True), (16, 8, 4, True)],
+)
+def test_base_tp_groups_that_leave_a_node_are_known(world, sp, nodes, crosses):
+    assert Layout(world, sp).base_tp_crosses(nodes) == crosses
+
+
 def test_kv_heads_fewer_than_ranks_are_replicated():
     heads = HeadLayout(Layout(8, 8), 32, 4)
     assert heads.kv_replication == 2

@@ -33,6 +33,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     registry.verify(registry.DOORS)
     refuse_unsupported(server_args, shift)
     if shift.loads_base:
+        warn_about_nodes(server_args, shift)
         limit_graphs(server_args, shift)
     registry.install(registry.LAUNCHER)
     cli.mark_checked(server_args, shift)
@@ -91,6 +92,30 @@ def post_capture_sizing() -> str | None:
         return None
     return (
         "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: it reserves memory by the size of prefill graphs, limited here; unset it"
+    )
+
+
+def warn_about_nodes(server_args: Any, shift: ShiftConfig) -> None:
+    """Base-TP groups are strided ranks: with more than one node, the base all-reduces are what crosses (paper, 1.8)."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    arguments, model = resolving_view(server_args), model_config_of(server_args)
+    layout = Layout(arguments.tp_size, shift.sp_size)
+    if not layout.base_tp_crosses(arguments.nnodes):
+        return
+    size, world, tp = model.dtype.itemsize, layout.world_size, layout.tp_size
+    now = 4 * (tp - 1) / tp * model.hidden_size / layout.sp_size * size
+    heads = 2 * model.num_attention_heads + 2 * max(model.get_total_num_kv_heads(), world)
+    alone = (world - 1) / world * heads * model.head_dim / world * size
+    logger.warning(
+        "Shift Parallelism: with %d nodes, base-TP groups %s cross nodes. Each rank sends %.0f bytes a token and layer "
+        "in all-reduces over the network; with --sp-size %d it would be %.0f in all-to-alls.",
+        arguments.nnodes,
+        layout.base_tp_groups,
+        now,
+        world,
+        alone,
     )
 
 
