@@ -52,9 +52,9 @@ def update_handlers(handlers: dict[str, Any], controller: Any) -> dict[str, Any]
         assert shift is not None  # the hook is installed in ranks that have it
         try:
             if key == THRESHOLD:
-                return shift.settings.updated(threshold=int(value) if value == int(value) else value)
-            mode = MODES[int(value)] if value in range(len(MODES)) else value
-            settings = shift.settings.updated(mode=mode)
+                settings = shift.settings.updated(threshold=int(value) if value == int(value) else value)
+            else:
+                settings = shift.settings.updated(mode=MODES[int(value)] if value in range(len(MODES)) else value)
         except ConfigError as error:
             raise UpdateRejected(str(error)) from None
         if settings.mode != "tp" and not shift.base_model:
