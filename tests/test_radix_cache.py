@@ -103,7 +103,7 @@ def test_requests_retracted_for_want_of_kv_space_come_out_as_in_stock(start):
 def test_requests_aborted_in_the_middle_leave_the_others_alone(model, start):
     rng = random.Random(5)
     arrivals = [
-        Arrival([rng.randrange(1, VOCAB) for _ in range(n)], 24, after=i // 2, abort_at=3 if i % 3 == 0 else None)
+        Arrival([rng.randrange(1, VOCAB) for _ in range(n)], 60, after=i // 2, abort_at=3 if i % 3 == 0 else None)
         for i, n in enumerate([40, 7, 90, 12, 55, 3, 61])
     ]
     theirs = start(model, 2, plugin=False)
