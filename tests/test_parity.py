@@ -16,7 +16,7 @@ from tests.parity import Requests
 from tests.probes import Probe
 
 # Lengths that do and do not divide by SP, one shorter than SP, one of a single token; the requests end one by one.
-TOGETHER = Requests.random(1, [5, 17, 64, 33, 1, 130], [12, 3, 8, 5, 12, 9])
+TOGETHER = Requests.random(1, [5, 17, 64, 33, 1, 130], [8, 2, 5, 3, 8, 6])
 # Served one after the other, so that every token gets the same slot in every run.
 ALONE = [Requests.random(2, [n], [m]) for n, m in ((33, 6), (101, 3), (2, 9))]
 

@@ -72,10 +72,10 @@ def test_a_prefix_written_in_one_configuration_is_reused_in_the_other(start):
 )
 def test_every_way_of_scheduling_equals_stock(arguments, start):
     script = conversation()
-    theirs = start(DENSE, 4, plugin=False, **arguments)
+    theirs = start(DENSE, 2, plugin=False, **arguments)
     stock = serve(theirs, script, switch=False), parity.run(theirs, TOGETHER)
     theirs.close()
-    host = start(DENSE, 4, sp_size=2, **arguments)
+    host = start(DENSE, 2, sp_size=2, **arguments)
     parity.assert_equal(stock[0], serve(host, script, switch=True), cached=True)
     for settings, *_ in WAYS.values():
         host.set(**settings)
