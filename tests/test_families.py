@@ -17,6 +17,7 @@ from tests.families import (
     GEMMA3,
     GPT_OSS,
     LLAMA4,
+    OLMO2,
     QWEN2_MOE,
     Family,
     attention_with_sinks,
@@ -66,8 +67,12 @@ def test_family_with_sp_alone(family, start):
     check(family, 2, 2, start)
 
 
+# Stock Olmo2 gathers K over the TP group to normalize it whole, and fails where ranks share a KV head.
+REPLICABLE = [family for family in FAMILIES if family is not OLMO2]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+@pytest.mark.parametrize("family", REPLICABLE, ids=lambda f: f.name)
 @pytest.mark.parametrize("sp", [4, 2])
 def test_family_with_replicated_kv_heads(family, sp, start):
     check(family.with_kv_heads(2 if sp == 4 else 1), 4, sp, start)
