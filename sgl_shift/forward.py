@@ -37,7 +37,9 @@ class Batch(NamedTuple):
     arguments: dict[str, Any]  # what the decoder stack is called with, by name
     num_tokens: int
     base_can_run: bool
-    rows: Sequence[int] | None  # rows of the hidden states that are needed afterwards; None for all
+    # Rows of the hidden states that are needed afterwards, None for all; asked in the base configuration only, so that
+    # a stock batch does not pay for it.
+    rows: Callable[[], Sequence[int] | None]
 
 
 @dataclass
@@ -97,17 +99,15 @@ class ShiftParallel:
                 hidden = base(**mine)
         finally:
             self.num_tokens = 0
-        return self._gather(hidden, batch)
+        return self._gather(hidden, batch.num_tokens, batch.rows())
 
-    def _gather(self, hidden: Any, batch: Batch) -> Any:
+    def _gather(self, hidden: Any, num_tokens: int, rows: Sequence[int] | None) -> Any:
         if isinstance(hidden, (tuple, list)):  # hidden states and auxiliary ones
-            return type(hidden)(self._gather(part, batch) for part in hidden)
+            return type(hidden)(self._gather(part, num_tokens, rows) for part in hidden)
         if hidden is None:
             return None
         layout = self.layout
-        return gather_rows(
-            self.sp_group, hidden, batch.num_tokens, layout.sp_size, layout.sp_rank(self.rank), batch.rows
-        )
+        return gather_rows(self.sp_group, hidden, num_tokens, layout.sp_size, layout.sp_rank(self.rank), rows)
 
     def attend(
         self, attention: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

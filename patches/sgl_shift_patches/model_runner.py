@@ -102,7 +102,7 @@ def describe(runner: Any, arguments: dict[str, Any]) -> Batch:
         num_tokens=given[name].shape[TOKEN_DIM[name]],
         # An argument that is not known to have a row a token could not be cut into slices.
         base_can_run=can_run_in_base(forward_batch) and given.keys() <= TOKEN_DIM.keys(),
-        rows=rows_after_prefill(runner, forward_batch),
+        rows=functools.partial(rows_after_prefill, runner, forward_batch),
     )
 
 
