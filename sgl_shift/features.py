@@ -52,23 +52,33 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         f"Speculative decoding: {', '.join(sorted(SPECULATIVE_ALGORITHMS))}",
         EXPECTED,
-        read="eager_runner.py:_execute_extend (verify is an extend through the same stack, all rows gathered)",
+        run="test_speculation.py",
+        read="speculative/*_worker*.py: a verification is an extend of all rows through the same stack",
+    ),
+    Feature(
+        "Hidden states of inner layers (EAGLE3, `--enable-return-aux-hidden-states`)", WORKS, "test_speculation.py"
     ),
     Feature("CUDA graphs: batches that were captured", TO_TP, read="decode_cuda_graph_runner.py:execute"),
     Feature(
         "HiCache, PD disaggregation",
         EXPECTED,
-        read="mem_cache/hicache_*, disaggregation/*: they copy KV pool rows, which equal stock's",
+        run="test_parity.py",
+        read="mem_cache/hicache_*, disaggregation/*: they copy KV pool rows, which equal stock's in every slot",
     ),
+    Feature("FP8 and bfloat16 KV caches", WORKS, "test_quantization.py"),
+    Feature("Scales of an FP8 KV cache", EXPECTED, read="radix_attention.py: the stock layer's, which runs attention"),
     Feature(
-        "FP8 KV cache and its scales",
-        EXPECTED,
-        read="radix_attention.py: scales are the stock layer's, which runs attention",
+        "KV writes outside of attention (Qwen3-MoE, gpt-oss on CUDA)",
+        WORKS,
+        run="test_attention_call.py",
+        read="models/utils.py:enable_fused_set_kv_buffer, off in base batches",
     ),
+    Feature("Quantized checkpoints: block FP8", WORKS, "test_quantization.py"),
     Feature(
-        "Quantized checkpoints",
+        "Quantized checkpoints: other schemes",
         EXPECTED,
-        read="loader.py: loaded twice, as for two TP degrees; both must be legal for the scheme",
+        read="loader.py: loaded twice, as for two TP degrees, both of which must be legal for the scheme; stock runs "
+        "none on a CPU: their GEMMs (CUTLASS, Marlin, AWQ, GPTQ, bitsandbytes) exist for GPUs or AMX only",
     ),
 )
 

@@ -44,7 +44,7 @@ LOAD_FORMATS: frozenset[str] = frozenset(
     {"auto", "pt", "safetensors", "npcache", "dummy", "mistral", "fastsafetensors"}
 )
 
-SPECULATIVE_ALGORITHMS: frozenset[str] = frozenset({"NGRAM", "STANDALONE", "EAGLE"})
+SPECULATIVE_ALGORITHMS: frozenset[str] = frozenset({"NGRAM", "STANDALONE", "EAGLE", "EAGLE3"})
 
 
 class RefusedError(ValueError):
@@ -157,11 +157,10 @@ RULES: tuple[Rule, ...] = (
     Rule("msprobe_dump_config", given, "it would dump the stock model's layers only"),
     Rule("forward_hooks", given, "they would run on the stock model's layers only"),
     Rule("dllm_algorithm", given, "diffusion models decode blocks by another loop"),
-    Rule("enable_return_aux_hidden_states", given, "auxiliary hidden states are captured on the stock model only"),
     Rule(
         "speculative_algorithm",
         neither(*SPECULATIVE_ALGORITHMS),
-        "it captures hidden states or runs graphs of its own",
+        "it runs graphs of its own",
         f"use one of {', '.join(sorted(SPECULATIVE_ALGORITHMS))}, or none",
     ),
     Rule("encoder_only", given, "an encoder has no KV cache to share"),

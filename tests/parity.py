@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,9 @@ def worst_difference(stock: list[dict[str, Any]], ours: list[dict[str, Any]], *,
                 assert theirs["margins"][at] < TOLERANCE, f"{where}: token {at} is {b}, stock has {a}"
                 break
             pairs.append((theirs["logprobs"][at], mine["logprobs"][at]))
-        worst = max([worst, *(abs(a - b) for a, b in pairs)])
+        differences = [abs(a - b) for a, b in pairs]
+        assert not any(map(math.isnan, differences)), f"{where}: not a number"  # which max() would let pass
+        worst = max([worst, *differences])
     return worst
 
 

@@ -28,8 +28,9 @@ _COLLECTIVES = {
 class Probe:
     """Counts device collectives as (operation, ranks of the group) -> calls and bytes of the input."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, extra: Callable[[Any], Any] | None = None) -> None:
         self.folder = folder
+        self.extra = extra  # called with the idle scheduler when the probe is read; what it returns is part of that
         self.calls: Counter = Counter()
         self.bytes: Counter = Counter()
 
@@ -67,6 +68,7 @@ class Probe:
         if "probe" not in request.server_args:
             return original(controller, request)
         scheduler = controller.scheduler
+        extra = self.extra(scheduler) if self.extra else None
         pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         rank = get_parallel().tp_rank
         path = self.folder / f"{request.server_args['probe']}.rank{rank}.pt"
@@ -74,6 +76,7 @@ class Probe:
             {
                 "calls": dict(self.calls),
                 "bytes": dict(self.bytes),
+                "extra": extra,
                 "k": torch.stack([pool.get_key_buffer(i) for i in range(pool.layer_num)]).clone(),
                 "v": torch.stack([pool.get_value_buffer(i) for i in range(pool.layer_num)]).clone(),
             },

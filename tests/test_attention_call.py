@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 from sgl_shift_patches.radix_attention import AttentionCallError, Layer, exchange_around
+from tests import parity
+from tests.checkpoints import MOE
+from tests.parity import Requests
 
 
 class Owner(nn.Module):
@@ -67,3 +70,40 @@ def test_sinks_are_those_of_the_heads_that_attention_runs_on():
     recorder, forward = make(base, stock)
     forward(Q, KV, KV, None, sinks=base.sinks)
     assert recorder.extra["sinks"] is stock.sinks
+
+
+def kv_written_with_rope(_rank: int) -> None:
+    """The CUDA path of Qwen3-MoE and gpt-oss, with torch in the place of the kernel that rotates and writes KV."""
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.models import utils
+
+    rotate = RotaryEmbedding.forward_native
+
+    def rotate_and_write(self, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):
+        query, key = rotate(self, positions, query, key, offsets)
+        if (into := fused_set_kv_buffer_arg) is not None:
+            into.k_buffer[into.cache_loc] = key.to(into.k_buffer.dtype)
+            into.v_buffer[into.cache_loc] = into.value.to(into.v_buffer.dtype)
+        return query, key
+
+    RotaryEmbedding.forward_native = rotate_and_write
+    utils._is_cuda = True
+    utils.FusedSetKVBufferArg = SimpleNamespace
+
+
+def test_kv_is_written_by_attention_in_base_batches_only(start):
+    """Where stock writes KV outside of attention, base must not, and stock batches go on doing so.
+
+    KV is rounded to bfloat16, which may turn the last digit of a float32 into a step of 1/256.
+    """
+    requests = Requests.random(9, [30, 7], [3, 5])
+    engine = {"kv_cache_dtype": "bfloat16", "in_rank": kv_written_with_rope}
+    expected = parity.run(start(MOE, 2, plugin=False, **engine), requests)
+    host = start(MOE, 2, sp_size=2, shift_mode="sp", **engine)
+    assert parity.worst_difference(expected, parity.run(host, requests)) < 0.02
+    host.set(mode="shift", threshold=5)
+    host.flush_cache()
+    assert parity.worst_difference(expected, parity.run(host, requests)) < 0.02
+    tokens = host.info()["tokens"]
+    assert tokens["base"] > 0
+    assert tokens["shift"] > 0

@@ -5,11 +5,13 @@ The long tier (``pytest -m long``) adds the plainer families, SP alone, and KV h
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests import parity
+from tests.checkpoints import DENSE, MISTRAL, MIXTRAL, MOE, QWEN2
 from tests.families import (
     COHERE,
     FAMILIES,
@@ -24,6 +26,7 @@ from tests.families import (
     stand_ins,
 )
 from tests.parity import Requests, assert_close
+from tests.test_parity import forget_moe_tp_group, replicate_the_wrong_kv_head, swap_two_heads
 from tests.vision import QWEN2_5_VL, QWEN3_VL, look_at_images
 
 REQUESTS = Requests.random(1, [33, 5, 1, 90], [5, 3, 6, 2])
@@ -76,6 +79,39 @@ REPLICABLE = [family for family in FAMILIES if family is not OLMO2]
 @pytest.mark.parametrize("sp", [4, 2])
 def test_family_with_replicated_kv_heads(family, sp, start):
     check(family.with_kv_heads(2 if sp == 4 else 1), 4, sp, start)
+
+
+WITH_EXPERTS = (QWEN2_MOE, LLAMA4, GPT_OSS, MOE, MIXTRAL)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [*FAMILIES, DENSE, MOE, MISTRAL, QWEN2, MIXTRAL], ids=lambda f: f.name)
+def test_faults_turn_a_family_red(family, start):
+    """The negative controls of the parity suite: heads and experts with SP and TP mixed, KV heads with SP alone."""
+
+    def differs(model: Any, sp: int, *faults: Any) -> None:
+        options = arguments(model) if isinstance(model, Family) else {}
+        stock = start(model, 4, plugin=False, **options)
+        expected = parity.run(stock, REQUESTS)
+        stock.close()
+        for fault in faults:
+
+            def in_rank(rank: int, fault: Any = fault) -> None:
+                options.get("in_rank", lambda _rank: None)(rank)
+                fault(rank)
+
+            host = start(model, 4, sp_size=sp, shift_mode="sp", **{**options, "in_rank": in_rank})
+            assert not parity.equal(expected, parity.run(host, REQUESTS)), f"{model.name}: {fault.__name__}"
+            host.close()
+
+    differs(family, 2, swap_two_heads, *([forget_moe_tp_group] if family in WITH_EXPERTS else []))
+    if family is not OLMO2:
+        two = (
+            family.with_kv_heads(2)
+            if isinstance(family, Family)
+            else replace(family, name=f"{family.name}-2kv", kv_heads=2)
+        )
+        differs(two, 4, replicate_the_wrong_kv_head)
 
 
 @pytest.mark.parametrize("family", [QWEN2_5_VL, QWEN3_VL], ids=lambda f: f.name)

@@ -18,6 +18,10 @@ from sgl_shift_patches import radix_attention, state
 
 logger = logging.getLogger(__name__)
 
+# How a decoder stack, or a layer of it, is told which hidden states to return beside the last ones (models/*.py:
+# set_eagle3_layers_to_capture, set_dflash_layers_to_capture, and what these set in the stack's class).
+AUX_CAPTURE = ("layers_to_capture", "capture_aux_hidden_states", "_is_layer_to_capture")
+
 
 def load_model(stock_load: Callable[..., None], runner: Any) -> None:
     """Around ``ModelRunner.load_model``. Runs before the KV pool is sized, so the pool takes what both models leave."""
@@ -90,6 +94,21 @@ def bind(runner: Any, shift: ShiftParallel, base: nn.Module) -> None:
     shift.base_model.append(base_stack)  # the stack only: the LM head that follows is the stock model's
     shift.weight_bytes["base"] = weight_bytes(shift.base_model)
     runner.weight_load_mem_usage += shift.weight_bytes["base"] / (1 << 30)
+
+
+def mirror_aux_capture(_result: None, runner: Any) -> None:
+    """After ``ModelRunner.init_attention_backends``, which tells the stock model what auxiliary hidden states to
+    return: the base model returns the same."""
+    shift = state.current()
+    if shift is None or runner.is_draft_worker or not shift.base_model:
+        return
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import _resolve_transformer_layer_model
+
+    stock = dict(_resolve_transformer_layer_model(runner.model).named_modules())
+    for path, module in shift.base_model[0].named_modules():
+        for name in AUX_CAPTURE:
+            if hasattr(stock[path], name):
+                setattr(module, name, getattr(stock[path], name))
 
 
 def describe(runner: Any, arguments: dict[str, Any]) -> Batch:

@@ -81,6 +81,12 @@ RANK: tuple[Hook, ...] = (
         "loads the base model beside the stock one and puts the decision in front of both",
     ),
     Hook(
+        f"{_SRT}.model_executor.model_runner.ModelRunner.init_attention_backends",
+        "after",
+        model_runner.mirror_aux_capture,
+        "EAGLE3 and captures without a draft read hidden states of inner layers",
+    ),
+    Hook(
         f"{_SRT}.model_executor.model_runner.ModelRunner.forward",
         "around",
         model_runner.forward,
