@@ -92,7 +92,7 @@ class TestFingerprints:
 def changed(tmp_path, monkeypatch):
     """A copy of the files of SGLang that matter, taken for the installed one; ``changed(file, old, new)`` edits it."""
     folder = tmp_path / "site-packages"
-    installed = fingerprints.installed()._root
+    installed = fingerprints.installed().root
     for name in fingerprints.recorded().files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(installed / name, folder / name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import platform
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,31 +39,20 @@ def examine(arguments: list[str]) -> int:
     print(f"sgl-shift {sgl_shift.__version__}, written for SGLang {registry.SGLANG_VERSION}\n")
     _print_rows(found())
     problems = [problem] if (problem := resolution.two_nccl_wheels()) else []
-
-    states = fingerprints.states(fingerprints.installed())
-    print("\nHooks into SGLang")
-    why = {hook.target: hook.why for hook in registry.ALL}
-    _print_states({target: states[target] for target in why}, why)
-    differ = {target: state for target, state in states.items() if target not in why and state is not State.HOLDS}
-    print(
-        f"\nRelied on without a hook: {len(fingerprints.RELIED_ON) - len(differ)} of {len(fingerprints.RELIED_ON)} hold"
-    )
-    _print_states(differ, fingerprints.RELIED_ON)
     try:
+        print_source_states()
         install_all()
         print(f"\nInstalled here, as in a launcher and a rank: all {len(registry.ALL)} hooks took hold")
         fingerprints.verify()
-    except registry.HookError as error:
-        problems.append(str(error))
-
-    if arguments and not problems:
-        print("\nDeployment")
-        try:
-            rows, problems = deployment(arguments)
+        if arguments:
+            rows, too_much = deployment(arguments)
+            print("\nDeployment")
             _print_rows(rows)
-        except Exception as error:  # ours, and whatever SGLang itself finds wrong with the arguments
-            kind = "" if isinstance(error, RefusedError) else f"{type(error).__name__}: "
-            problems.append(f"{kind}{error}")
+            problems += too_much
+    except (registry.HookError, RefusedError) as error:
+        problems.append(str(error))
+    except Exception as error:  # what SGLang itself finds wrong, with the arguments or the environment
+        problems.append(f"{type(error).__name__}: {error}")
     print()
     for problem in problems:
         print(f"PROBLEM: {problem}")
@@ -79,6 +68,18 @@ def found() -> Iterator[tuple[str, str]]:
         except metadata.PackageNotFoundError:
             yield name, "not installed"
     yield "accelerators", ", ".join(cpu_platform.accelerators()) or "none: what follows is for SGLang on the CPU"
+
+
+def print_source_states() -> None:
+    """Each hook with what became of its source, and of what is relied on without a hook whatever does not hold."""
+    states = fingerprints.states(fingerprints.installed())
+    print("\nHooks into SGLang")
+    why = {hook.target: hook.why for hook in registry.ALL}
+    _print_states({target: states[target] for target in why}, why)
+    relied_on = fingerprints.RELIED_ON
+    differ = {target: states[target] for target in relied_on if states[target] is not State.HOLDS}
+    print(f"\nRelied on without a hook: {len(relied_on) - len(differ)} of {len(relied_on)} hold")
+    _print_states(differ, relied_on)
 
 
 def install_all() -> None:
@@ -114,8 +115,9 @@ def deployment(arguments: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
         return [*rows, ("Shift Parallelism", "off: no --sp-size above 1; this is stock SGLang")], []
     layout = Layout(resolved.tp_size, shift.sp_size)
     heads = HeadLayout(layout, model.num_attention_heads, model.get_total_num_kv_heads())
+    groups = f"SP={layout.sp_size}, TP={layout.tp_size}; groups {layout.sp_groups}, {layout.base_tp_groups}"
     rows += [
-        ("base", f"SP={layout.sp_size}, TP={layout.tp_size}; groups {layout.sp_groups}, {layout.base_tp_groups}"),
+        ("base", groups if shift.loads_base else "not loaded, because of --shift-mode tp"),
         ("shift", f"TP={layout.world_size}, stock"),
         ("mode", f"{shift.settings.mode}; threshold {shift.settings.threshold} tokens"),
         ("heads", f"{heads.heads_per_rank} of {heads.num_heads} a rank, in both configurations"),
@@ -209,7 +211,7 @@ def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
         print(f"  {name:<18} {value}")
 
 
-def _print_states(states: Mapping[str, State], why: dict[str, str]) -> None:
+def _print_states(states: dict[str, State], why: dict[str, str]) -> None:
     for target, state in states.items():
         module, _, name = target.rpartition(".")
         if module.rpartition(".")[2][:1].isupper():  # a method

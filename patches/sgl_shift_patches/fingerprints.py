@@ -141,9 +141,7 @@ def verify() -> None:
     if not differ:
         return
     lines = "".join(f"\n  {state}: {target}" for target, state in differ.items())
-    message = (
-        f"this SGLang {registry.SGLANG_VERSION} is not the released one in what Shift Parallelism relies on:{lines}"
-    )
+    message = f"this SGLang differs from release {registry.SGLANG_VERSION} in what Shift Parallelism relies on:{lines}"
     if os.environ.get(ALLOW_VARIABLE, "0") not in ("", "0"):
         logger.warning("%s\n%s is set: going on, at the risk of wrong answers", message, ALLOW_VARIABLE)
         return

@@ -32,7 +32,7 @@ class Tree:
     ``zipfile.Path``. Each file is parsed once."""
 
     def __init__(self, root: Traversable) -> None:
-        self._root = root
+        self.root = root
         self._modules: dict[tuple[str, ...], _Module | None] = {}
 
     def find(self, target: str) -> Source | None:
@@ -77,7 +77,7 @@ class Tree:
         return self._modules[path]
 
     def _read(self, file: str) -> bytes | None:
-        place = self._root
+        place = self.root
         for part in file.split("/"):
             place = place / part
         return place.read_bytes() if place.is_file() else None
