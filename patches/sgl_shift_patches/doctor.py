@@ -219,7 +219,8 @@ def _print_states(states: dict[str, State], why: dict[str, str]) -> None:
             name = f"{owner}.{name}"
         print(f"  {state:<18} {module.rpartition('.')[2]}.{name}")
         if state is not State.HOLDS:
-            print(f"  {'':<18} in {module}, for: {why[target]}")
+            print(f"  {'':<18} in {module}")
+            print(f"  {'':<18} for: {why[target]}")
 
 
 def _size(size: float) -> str:
