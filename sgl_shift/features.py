@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sgl_shift.support import FAMILIES, RULES, SPECULATIVE_ALGORITHMS
 
@@ -18,6 +18,7 @@ class Feature(NamedTuple):
     verdict: str
     run: str = ""  # the test that runs it against stock SGLang
     read: str = ""  # where a CPU cannot run it: the SGLang code that was read
+    option: str = ""  # the attribute of SGLang's resolved arguments that asks for it, if it is one
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -44,16 +45,22 @@ FEATURES: tuple[Feature, ...] = (
     Feature("Several nodes (`--nnodes`); a warning where base-TP groups cross them", WORKS, "test_nodes.py"),
     Feature("OpenAI endpoints, streaming, frontend programs, `bench_serving`", WORKS, "test_server.py"),
     Feature("`--config` files, `sglang serve`, Engine, environment variables", WORKS, "test_server.py"),
-    Feature("LoRA: batches in which a request has an adapter", TO_TP, "test_features.py"),
+    Feature("LoRA: batches in which a request has an adapter", TO_TP, "test_features.py", option="enable_lora"),
     Feature("LoRA: all other batches", WORKS, "test_features.py"),
     Feature("Weight updates and checkpoint-engine at run time", "refused at the request", "test_server.py"),
     Feature("Idle batches", TO_TP, read="scheduler.py:get_idle_batch"),
-    Feature("Draft models", TO_TP, read="speculative/*_worker.py: their runners have is_draft_worker set"),
+    Feature(
+        "Draft models",
+        TO_TP,
+        read="speculative/*_worker.py: their runners have is_draft_worker set",
+        option="speculative_draft_model_path",
+    ),
     Feature(
         f"Speculative decoding: {', '.join(sorted(SPECULATIVE_ALGORITHMS))}",
         EXPECTED,
         run="test_speculation.py",
         read="speculative/*_worker*.py: a verification is an extend of all rows through the same stack",
+        option="speculative_algorithm",
     ),
     Feature(
         "Hidden states of inner layers (EAGLE3, `--enable-return-aux-hidden-states`)", WORKS, "test_speculation.py"
@@ -64,9 +71,15 @@ FEATURES: tuple[Feature, ...] = (
         EXPECTED,
         run="test_parity.py",
         read="mem_cache/hicache_*, disaggregation/*: they copy KV pool rows, which equal stock's in every slot",
+        option="enable_hierarchical_cache",
     ),
     Feature("FP8 and bfloat16 KV caches", WORKS, "test_quantization.py"),
-    Feature("Scales of an FP8 KV cache", EXPECTED, read="radix_attention.py: the stock layer's, which runs attention"),
+    Feature(
+        "Scales of an FP8 KV cache",
+        EXPECTED,
+        read="radix_attention.py: the stock layer's, which runs attention",
+        option="kv_cache_dtype",
+    ),
     Feature(
         "KV writes outside of attention (Qwen3-MoE, gpt-oss on CUDA)",
         WORKS,
@@ -79,6 +92,7 @@ FEATURES: tuple[Feature, ...] = (
         EXPECTED,
         read="loader.py: loaded twice, as for two TP degrees, both of which must be legal for the scheme; stock runs "
         "none on a CPU: their GEMMs (CUTLASS, Marlin, AWQ, GPTQ, bitsandbytes) exist for GPUs or AMX only",
+        option="quantization",
     ),
 )
 
@@ -86,6 +100,11 @@ UNVERIFIED: tuple[str, ...] = (
     "several tokenizer workers: a mode set at run time must then be its number (0 shift, 1 sp, 2 tp)",
     "the SGLang router in front of replicas, gRPC mode",
 )
+
+
+def asked_for(arguments: Any) -> list[Feature]:
+    """The features that SGLang's resolved ``arguments`` turn on."""
+    return [f for f in FEATURES if f.option and getattr(arguments, f.option) not in (None, False, "auto")]
 
 
 def markdown() -> str:

@@ -34,10 +34,10 @@ def main(argv: list[str]) -> int:
     from sgl_shift_patches import registry
 
     load_plugins()
-    registry.verify(registry.DOORS)  # or the flags below would not even be known
     try:
+        registry.verify(registry.DOORS)  # or the flags below would not even be known
         run_server(prepare_server_args(argv))
-    except (ConfigError, LayoutError, RefusedError) as error:
+    except (ConfigError, LayoutError, RefusedError, registry.HookError) as error:
         return _complain(str(error))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

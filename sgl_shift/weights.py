@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable
 from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
 
 from torch import nn
 
@@ -13,3 +17,31 @@ def weight_bytes(modules: Iterable[nn.Module]) -> int:
     tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
     storages = {(t.device, t.untyped_storage().data_ptr()): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
+
+
+class Checkpoint(NamedTuple):
+    """Bytes of a checkpoint as it is loaded."""
+
+    total: int
+    stack: int  # without the LM head, which the base configuration has none of
+
+    @classmethod
+    def in_folder(cls, folder: Path, itemsize: int) -> Checkpoint | None:
+        """From the headers of the ``*.safetensors`` in ``folder``; None if there are none.
+
+        Args:
+            itemsize: of the dtype that unquantized weights are loaded in, in bytes.
+        """
+        total = head = 0
+        for file in folder.glob("*.safetensors"):
+            with file.open("rb") as content:
+                header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
+            for name, tensor in header.items():
+                if name == "__metadata__":
+                    continue
+                begin, end = tensor["data_offsets"]
+                plain = tensor["dtype"] in ("F64", "F32", "F16", "BF16")
+                size = math.prod(tensor["shape"]) * itemsize if plain else end - begin
+                total += size
+                head += size if name.startswith("lm_head.") else 0
+        return cls(total, total - head) if total else None

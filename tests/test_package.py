@@ -41,7 +41,8 @@ def test_the_wheel_has_three_import_packages_and_two_entry_points(wheel):
         ("sgl_shift_patches", ROOT / "patches"),
         ("sgl_shift_kernels", ROOT / "kernels"),
     ):
-        here = {f"{package}/{path.name}" for path in (root / package).glob("*.py")}
+        files = [path for path in (root / package).iterdir() if path.suffix in (".py", ".json")]
+        here = {f"{package}/{path.name}" for path in files}
         assert here | {f"{package}/py.typed"} == {name for name in names if name.startswith(f"{package}/")}
     entry_points = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("entry_points.txt"))).decode()
     assert "[sglang.srt.plugins]\nsgl_shift = sgl_shift.plugin:register" in entry_points

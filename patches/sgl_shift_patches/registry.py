@@ -173,6 +173,9 @@ RANK: tuple[Hook, ...] = (
 )
 
 
+ALL: tuple[Hook, ...] = DOORS + LAUNCHER + RANK
+
+
 def register(hooks: Iterable[Hook]) -> None:
     """Hand ``hooks`` to SGLang; they take effect with its next ``HookRegistry.apply_hooks()``."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

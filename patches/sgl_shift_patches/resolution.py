@@ -11,7 +11,7 @@ from sgl_shift import support
 from sgl_shift.config import ShiftConfig
 from sgl_shift.layout import HeadLayout, Layout, LayoutError
 from sgl_shift.support import RefusedError
-from sgl_shift_patches import cli, registry
+from sgl_shift_patches import cli, fingerprints, registry
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     if not shift.enabled:
         return
     registry.verify(registry.DOORS)
+    fingerprints.verify()
     refuse_unsupported(server_args, shift)
     if shift.loads_base:
         warn_about_nodes(server_args, shift)
