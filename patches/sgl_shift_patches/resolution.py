@@ -11,7 +11,7 @@ from sgl_shift import support
 from sgl_shift.config import ShiftConfig
 from sgl_shift.layout import HeadLayout, Layout, LayoutError
 from sgl_shift.support import RefusedError
-from sgl_shift_patches import cli, registry
+from sgl_shift_patches import cli, control, registry
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         warn_about_nodes(server_args, shift)
         limit_graphs(server_args, shift)
     registry.install(registry.LAUNCHER)
+    control.name_app_for_workers()
     cli.mark_checked(server_args, shift)
 
 
