@@ -3,9 +3,9 @@
 SGLang only logs a plugin or a hook that fails and then serves plain TP, so nothing here is taken on trust: after
 installing, :func:`verify` looks at each target again and refuses to go on if one is not hooked.
 
-Hooks come in four sets. ``DOORS`` are in every process that has the plugin and do nothing until ``--sp-size`` asks for
+Hooks come in sets. ``DOORS`` are in every process that has the plugin and do nothing until ``--sp-size`` asks for
 more than 1; ``LAUNCHER`` and ``RANK`` are installed only then, in the launching process and in each scheduler, ``HTTP``
-in each process that answers HTTP requests.
+in each process that answers HTTP requests, ``GRPC`` with ``--smg-grpc-mode``.
 """
 
 from __future__ import annotations
@@ -76,6 +76,15 @@ LAUNCHER: tuple[Hook, ...] = (
         "no server starts unless every rank came up with the same configuration",
     ),
     *HTTP,
+)
+
+GRPC: tuple[Hook, ...] = (
+    Hook(
+        "smg_grpc_servicer.sglang.scheduler_launcher._start_scheduler_processes",
+        "around",
+        launcher.start_smg_schedulers,
+        "no gRPC server starts unless its ranks came up with the same configuration",
+    ),
 )
 
 RANK: tuple[Hook, ...] = (

@@ -26,6 +26,8 @@ def register() -> None:
 
 
 def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
     previous(server_args)
     shift = cli.config_of(server_args)
     if not shift.enabled:
@@ -35,7 +37,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     if shift.loads_base:
         warn_about_nodes(server_args, shift)
         limit_graphs(server_args, shift)
-    registry.install(registry.LAUNCHER)
+    registry.install(registry.LAUNCHER + (registry.GRPC if resolving_view(server_args).smg_grpc_mode else ()))
     control.name_app_for_workers()
     cli.mark_checked(server_args, shift)
 

@@ -1,0 +1,126 @@
+"""Deployments with processes of their own: tokenizer workers, the router in front of replicas, gRPC, benchmarks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+import requests
+from smg_grpc_proto import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc
+
+from tests.checkpoints import DENSE, VOCAB, Tiny
+from tests.servers import PYTHON, Server
+
+LENGTHS = (3, 40, 70, 12, 5, 33)  # some of them above the threshold
+THRESHOLD = 16
+SAMPLING = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
+ARGUMENTS = ["--tp-size", "2", "--sp-size", "2", "--shift-threshold", str(THRESHOLD), "--sleep-on-idle"]
+CPU = {"SGLANG_PLATFORM": "sgl_shift_cpu"}
+
+
+class Words(Tiny):
+    """A model with a tokenizer: one token a word."""
+
+    def write(self, folder: Path) -> None:
+        import tokenizers
+
+        super().write(folder)
+        words = tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0")
+        tokenizer = tokenizers.Tokenizer(words)
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+WORDS = Words(**{**dataclasses.asdict(DENSE), "name": "words"})
+
+
+def prompt(length: int) -> list[int]:
+    return [(7 * length + 3 * i) % VOCAB for i in range(length)]
+
+
+def text(tokens: list[int]) -> str:
+    return " ".join(f"w{token}" for token in tokens)
+
+
+@pytest.fixture
+def stock(start):
+    """What stock SGLang answers: tokens by length of the prompt."""
+    host = start(WORDS, 2, plugin=False)
+    answers = host.generate(input_ids=[prompt(n) for n in LENGTHS], sampling_params=SAMPLING)
+    host.close()
+    return {n: answer["output_ids"] for n, answer in zip(LENGTHS, answers, strict=True)}
+
+
+def test_the_router_in_front_of_replicas_and_several_tokenizer_workers(checkpoint, stock, tmp_path):
+    """Also the oldest command, ``python -m sglang.launch_server``."""
+    command = [PYTHON, "-m", "sglang.launch_server", "--model-path", str(checkpoint(WORDS)), *ARGUMENTS]
+    plain = Server(command, tmp_path / "plain.log", **CPU)
+    workers = Server([*command, "--tokenizer-worker-num", "2"], tmp_path / "workers.log", **CPU)
+    servers = [plain, workers]
+    try:
+        urls = [server.wait().url for server in servers]
+        router = Server([PYTHON, "-m", "sglang_router.launch_router", "--worker-urls", *urls], tmp_path / "router.log")
+        servers.append(router)
+        until_it_answers(router)
+        before = [server.info()["shift_parallel"]["batches"] for server in (plain, workers)]
+        for length, expected in stock.items():
+            answer = router.post("/generate", {"text": text(prompt(length)), "sampling_params": SAMPLING}).json()
+            assert answer["text"].split() == text(expected).split()
+        after = [server.info()["shift_parallel"]["batches"] for server in (plain, workers)]
+        for replica in range(2):
+            for configuration in ("base", "shift"):
+                assert after[replica][configuration] > before[replica][configuration]
+
+        for _ in range(4):  # whichever of the workers takes it
+            change = {"server_args": {"shift_mode": "sp", "shift_threshold": 9}}
+            assert workers.post("/set_internal_state", change).json() == [True]
+            assert workers.post("/set_internal_state", {"server_args": {"shift_mode": "both"}}).status_code == 400
+        assert workers.info()["shift_parallel"]["mode"] == "sp"
+    finally:
+        for server in reversed(servers):
+            server.close()
+
+
+def until_it_answers(router: Server) -> None:
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            if requests.get(router.url + "/health", timeout=10).ok:
+                return
+        except requests.ConnectionError:
+            pass
+        assert router.process.poll() is None, router.text()[-4000:]
+        assert time.monotonic() < deadline, router.text()[-4000:]
+        time.sleep(0.5)
+
+
+def test_grpc(checkpoint, stock, tmp_path):
+    server = Server(
+        [PYTHON, "-m", "sglang.launch_server", "--model-path", str(checkpoint(WORDS)), *ARGUMENTS, "--smg-grpc-mode"],
+        tmp_path / "log",
+        # Its warm-up is made for vocabularies of 31,000 tokens and more.
+        SMG_SGLANG_SERVICER_WARMUP="0",
+        **CPU,
+    )
+    try:
+        channel = grpc.insecure_channel(f"127.0.0.1:{server.port}")
+        grpc.channel_ready_future(channel).result(timeout=300)
+        stub = sglang_scheduler_pb2_grpc.SglangSchedulerStub(channel)
+        for length, expected in stock.items():
+            request = sglang_scheduler_pb2.GenerateRequest(
+                request_id=str(length),
+                tokenized=sglang_scheduler_pb2.TokenizedInput(input_ids=prompt(length)),
+                sampling_params=sglang_scheduler_pb2.SamplingParams(**SAMPLING),
+            )
+            *_, last = stub.Generate(request, timeout=120)
+            assert list(last.complete.output_ids) == expected
+        log = server.text()
+        for configuration in ("base", "shift"):
+            assert f"configuration: {configuration}, cpu graph" in log
+    finally:
+        server.close()
