@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -13,9 +15,9 @@ import requests
 from smg_grpc_proto import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc
 
 from tests.checkpoints import DENSE, VOCAB, Tiny
-from tests.servers import PYTHON, Server
+from tests.servers import PYTHON, READY_SECONDS, Server
 
-LENGTHS = (3, 40, 70, 12, 5, 33)  # some of them above the threshold
+LENGTHS = (20, 40, 70, 12, 33, 50)  # all but one above the threshold
 THRESHOLD = 16
 SAMPLING = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
 ARGUMENTS = ["--tp-size", "2", "--sp-size", "2", "--shift-threshold", str(THRESHOLD), "--sleep-on-idle"]
@@ -63,14 +65,19 @@ def test_the_router_in_front_of_replicas_and_several_tokenizer_workers(checkpoin
     workers = Server([*command, "--tokenizer-worker-num", "2"], tmp_path / "workers.log", **CPU)
     servers = [plain, workers]
     try:
-        urls = [server.wait().url for server in servers]
-        router = Server([PYTHON, "-m", "sglang_router.launch_router", "--worker-urls", *urls], tmp_path / "router.log")
-        servers.append(router)
-        until_it_answers(router)
-        before = [server.info()["shift_parallel"]["batches"] for server in (plain, workers)]
-        for length, expected in stock.items():
-            answer = router.post("/generate", {"text": text(prompt(length)), "sampling_params": SAMPLING}).json()
-            assert answer["text"].split() == text(expected).split()
+        router = [PYTHON, "-m", "sglang_router.launch_router", "--worker-urls", plain.url, workers.url]
+        # Its default policy, cache-aware, which with these limits also spreads a few requests.
+        router += ["--balance-abs-threshold", "0", "--balance-rel-threshold", "1"]
+        servers.append(Server(router, tmp_path / "router.log"))
+        until_it_has_workers(servers[-1], 2)
+        before = [server.wait().info()["shift_parallel"]["batches"] for server in (plain, workers)]
+
+        def ask(length: int) -> list[int]:
+            body = {"text": text(prompt(length)), "sampling_params": SAMPLING}
+            return servers[-1].post("/generate", body).json()["output_ids"]
+
+        with ThreadPoolExecutor() as clients:
+            assert dict(zip(LENGTHS, clients.map(ask, LENGTHS), strict=True)) == stock
         after = [server.info()["shift_parallel"]["batches"] for server in (plain, workers)]
         for replica in range(2):
             for configuration in ("base", "shift"):
@@ -86,14 +93,12 @@ def test_the_router_in_front_of_replicas_and_several_tokenizer_workers(checkpoin
             server.close()
 
 
-def until_it_answers(router: Server) -> None:
-    deadline = time.monotonic() + 120
+def until_it_has_workers(router: Server, workers: int) -> None:
+    deadline = time.monotonic() + READY_SECONDS
     while True:
-        try:
-            if requests.get(router.url + "/health", timeout=10).ok:
+        with contextlib.suppress(requests.ConnectionError):
+            if requests.get(router.url + "/readiness", timeout=10).json().get("healthy_workers") == workers:
                 return
-        except requests.ConnectionError:
-            pass
         assert router.process.poll() is None, router.text()[-4000:]
         assert time.monotonic() < deadline, router.text()[-4000:]
         time.sleep(0.5)
