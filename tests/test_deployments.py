@@ -15,7 +15,7 @@ import requests
 from smg_grpc_proto import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc
 
 from tests.checkpoints import DENSE, VOCAB, Tiny
-from tests.servers import PYTHON, READY_SECONDS, Server
+from tests.servers import PYTHON, READY_SECONDS, Server, run
 
 LENGTHS = (20, 40, 70, 12, 33, 50)  # all but one above the threshold
 THRESHOLD = 16
@@ -129,3 +129,28 @@ def test_grpc(checkpoint, stock, tmp_path):
             assert f"configuration: {configuration}, cpu graph" in log
     finally:
         server.close()
+
+
+@pytest.mark.long
+def test_a_benchmark_that_loads_no_plugins_itself(checkpoint):
+    benchmark = ["sglang.benchmark.one_batch", "--model-path", str(checkpoint(WORDS)), *ARGUMENTS]
+    benchmark += ["--batch-size", "2", "--input-len", "32", "--output-len", "4"]
+    assert "unrecognized arguments: --sp-size 2" in run([PYTHON, "-m", *benchmark], **CPU).stderr
+    result = run([PYTHON, "-m", "sgl_shift.run", *benchmark], **CPU)
+    said = result.stdout + result.stderr
+    assert "SP groups [[0, 1]], base-TP groups [[0], [1]]" in said
+    assert "Total. latency" in result.stdout, said[-4000:]
+
+
+def test_a_grpc_server_whose_ranks_lack_the_plugin_does_not_start():
+    from sgl_shift.config import ShiftConfig
+    from sgl_shift_patches import cli, launcher
+    from sgl_shift_patches.groups import RanksDifferError
+
+    class Arguments:
+        pass
+
+    arguments = Arguments()
+    cli.mark_checked(arguments, ShiftConfig(sp_size=2))
+    with pytest.raises(RanksDifferError, match="came up without Shift Parallelism"):
+        launcher.start_smg_schedulers(lambda _arguments: {"status": "ready"}, arguments)

@@ -30,7 +30,10 @@ class Carried(dict[str, Any]):
 def arrive(configuration: dict[str, Any]) -> Carried:
     from sglang.srt.plugins import load_plugins
 
+    from sgl_shift_patches import registry
+
     load_plugins()
+    registry.install(registry.HTTP)  # a server here may import its app before it resolves the arguments
     return Carried(configuration)
 
 
