@@ -82,7 +82,6 @@ def resolve(folder, **arguments):
         (DENSE, {"tp_size": 2, "sp_size": 2, "enable_torch_compile": True}, "--enable-torch-compile: Dynamo"),
         (DENSE, {"tp_size": 2, "sp_size": 2, "enable_memory_saver": True}, "--enable-memory-saver: "),
         (DENSE, {"tp_size": 2, "sp_size": 2, "use_ray": True}, "--use-ray: the Ray launcher"),
-        (DENSE, {"tp_size": 2, "sp_size": 2, "encoder_only": True}, "--encoder-only: an encoder"),
         (MOE, {"tp_size": 2, "sp_size": 2, "ep_size": 2}, "--ep-size 2: .*; use --ep-size 1"),
     ],
     ids=lambda p: getattr(p, "name", None),
