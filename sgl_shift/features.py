@@ -43,6 +43,20 @@ FEATURES: tuple[Feature, ...] = (
     Feature("Retraction for want of KV space, aborts, cache flush", WORKS, "test_radix_cache.py"),
     Feature("Data-parallel replicas (`--dp-size`)", WORKS, "test_parity.py"),
     Feature("Several nodes (`--nnodes`); a warning where base-TP groups cross them", WORKS, "test_nodes.py"),
+    Feature("Several tokenizer workers (`--tokenizer-worker-num`)", WORKS, "test_deployments.py"),
+    Feature("The SGLang router in front of replicas", WORKS, "test_deployments.py"),
+    Feature("gRPC server (`--smg-grpc-mode`, `--grpc-mode`)", WORKS, "test_deployments.py"),
+    Feature(
+        "gRPC beside HTTP (`--grpc-port`), the Rust servicer (`--servicer-impl rust`), HTTP/2, `SGLANG_RUST_SERVER`",
+        EXPECTED,
+        read="engine.py:_launch_scheduler_processes starts and compares the ranks of all of these",
+    ),
+    Feature(
+        "`python -m sgl_shift.run`: offline benchmarks (run: `one_batch`), the router's `launch_server`",
+        WORKS,
+        "test_deployments.py",
+    ),
+    Feature("Token ids outside of the vocabulary", WORKS, "test_features.py"),
     Feature("OpenAI endpoints, streaming, frontend programs, `bench_serving`", WORKS, "test_server.py"),
     Feature("`--config` files, `sglang serve`, Engine, environment variables", WORKS, "test_server.py"),
     Feature("LoRA: batches in which a request has an adapter", TO_TP, "test_features.py", option="enable_lora"),
@@ -96,11 +110,6 @@ FEATURES: tuple[Feature, ...] = (
     ),
 )
 
-UNVERIFIED: tuple[str, ...] = (
-    "several tokenizer workers: a mode set at run time must then be its number (0 shift, 1 sp, 2 tp)",
-    "the SGLang router in front of replicas, gRPC mode",
-)
-
 
 def asked_for(arguments: Any) -> list[Feature]:
     """The features that SGLang's resolved ``arguments`` turn on."""
@@ -130,10 +139,6 @@ def markdown() -> str:
         "| feature | | run | read |",
         "|---|---|---|---|",
         *(f"| {f.name} | {f.verdict} | {f'`{f.run}`' if f.run else ''} | {f.read} |" for f in FEATURES),
-        "",
-        "Not verified, neither run nor read closely:",
-        "",
-        *(f"* {row}" for row in UNVERIFIED),
         "",
         "## Refused at start-up",
         "",

@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     on_cpu = select_platform(asked.device)
     if asked.model_path is None and asked.config is None and not asked.help:
         if not on_cpu:
-            return _complain("without --model-path a small demo model is served, on the CPU only; name a model")
+            return complain("without --model-path a small demo model is served, on the CPU only; name a model")
         argv = argv + demo_arguments(asked)
 
     from sglang.launch_server import run_server
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         registry.verify(registry.DOORS)  # or the flags below would not even be known
         run_server(prepare_server_args(argv))
     except (ConfigError, LayoutError, RefusedError, registry.HookError) as error:
-        return _complain(str(error))
+        return complain(str(error))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
     return 0
@@ -82,7 +82,7 @@ def _asked(argv: list[str]) -> argparse.Namespace:
     return parser.parse_known_args(argv)[0]
 
 
-def _complain(message: str) -> int:
+def complain(message: str) -> int:
     print(f"sgl-shift: {message}", file=sys.stderr)
     return 2
 

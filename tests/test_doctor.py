@@ -85,7 +85,7 @@ class TestFingerprints:
             for alias in node.names
         }
         # Values, and an enum that names hook and device kinds: no function that could behave differently.
-        assert imported - known == {"envs", "HookType", "PlatformEnum"}
+        assert imported - known == {"app", "envs", "HookType", "PlatformEnum"}
 
 
 @pytest.fixture

@@ -140,6 +140,11 @@ def prefill_only(engine: Any) -> Any:
     return [a["meta_info"]["input_token_logprobs"] for a in answers]
 
 
+def ids_outside_of_the_vocabulary(engine: Any) -> Any:
+    """SGLang lets them through; the server must not end with them."""
+    return engine.generate(input_ids=[*PROMPTS[0], VOCAB + 5, 1 << 20], sampling_params=greedy())["output_ids"]
+
+
 def pause_and_continue(engine: Any) -> Any:
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, GenerateReqInput, PauseGenerationReqInput
 
@@ -171,6 +176,7 @@ FEATURES = (
     priorities,
     session,
     prefill_only,
+    ids_outside_of_the_vocabulary,
     pause_and_continue,
 )
 

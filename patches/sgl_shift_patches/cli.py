@@ -11,9 +11,30 @@ from sgl_shift import config
 from sgl_shift.config import ConfigError, ShiftConfig
 
 # SGLang's ServerArgs pickles underscore attributes along with its fields (server_args.py:ServerArgs.__reduce__), so the
-# configuration rides on it into every scheduler. As a plain dict: a process without sgl-shift can still unpickle it.
+# configuration rides on it into every scheduler.
 _ATTRIBUTE = "_shift_parallel"
 _CHECKED = "_shift_parallel_checked"
+
+
+class Carried(dict[str, Any]):
+    """A configuration on its way: loads the plugin where it arrives.
+
+    Not every process that gets arguments loads plugins, or before it resolves them: a server in a process of its own
+    does not (``engine.py:_launch_subprocesses`` resolves first), nor does a rank of ``sglang.benchmark.one_batch``.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return arrive, (dict(self),)
+
+
+def arrive(configuration: dict[str, Any]) -> Carried:
+    from sglang.srt.plugins import load_plugins
+
+    from sgl_shift_patches import registry
+
+    load_plugins()
+    registry.install(registry.HTTP)  # a server here may import its app before it resolves the arguments
+    return Carried(configuration)
 
 
 def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
@@ -83,7 +104,8 @@ def was_checked(server_args: Any) -> bool:
 
 
 def _attach(server_args: Any, shift: ShiftConfig) -> Any:
-    setattr(server_args, _ATTRIBUTE, shift.to_dict())
+    carried = shift.to_dict()
+    setattr(server_args, _ATTRIBUTE, Carried(carried) if shift.enabled else carried)
     return server_args
 
 

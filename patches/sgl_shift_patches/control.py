@@ -41,6 +41,14 @@ def request_schema(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return core_schema.no_info_before_validator_function(encode_body, original(*args, **kwargs))
 
 
+def name_app_for_workers() -> None:
+    """Have tokenizer workers import the app through ours, unless the user names an app of their own."""
+    from sglang.srt.environ import envs
+
+    if not envs.SGLANG_HTTP_SERVER_APP_PATH.is_set():
+        envs.SGLANG_HTTP_SERVER_APP_PATH.set("sgl_shift_patches.http_app:app")
+
+
 def update_handlers(handlers: dict[str, Any], controller: Any) -> dict[str, Any]:
     """After ``SchedulerInternalStateController._update_handlers``: two more."""
     from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler

@@ -65,6 +65,8 @@ RELIED_ON: dict[str, str] = {
     f"{_SRT}.runtime_context.ParallelContext.override": "groups.base_scope: the MoE groups",
     f"{_SRT}.layers.moe.utils.post_experts_reduction_group": "why groups.base_scope overrides moe_tp_group",
     f"{_SRT}.layers.radix_attention.RadixAttention": "attributes and call of the layers that exchange",
+    f"{_SRT}.layers.vocab_parallel_embedding.VocabParallelEmbedding": "model_runner.mask_foreign_ids",
+    f"{_SRT}.entrypoints.http_server._setup_and_run_http_server": "http_app: how tokenizer workers find the app",
     f"{_SRT}.layers.logits_processor.LogitsProcessor._get_pruned_states": "model_runner.rows_after_prefill follows it",
     f"{_RUNNER}.model_runner_components.load_model_utils.load_model_with_memory_saver": "loads the base model",
     f"{_RUNNER}.runner.prefill_cuda_graph_runner._resolve_transformer_layer_model": "finds the decoder stack",

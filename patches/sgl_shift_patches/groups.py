@@ -59,8 +59,8 @@ def init_parallel_runtime(_result: None, *args: Any, **kwargs: Any) -> None:
     if not cli.was_checked(kwargs["server_args"]):
         raise RuntimeError(
             "Shift Parallelism is on in this rank, but the launcher never checked the deployment: its arguments were "
-            "resolved before plugins were loaded. Call sglang.srt.plugins.load_plugins() before ServerArgs are "
-            "resolved, or start with python -m sgl_shift.launch_server"
+            "resolved before plugins were loaded. Start it with python -m sgl_shift.run MODULE ... --sp-size N, or "
+            "call sglang.srt.plugins.load_plugins() before ServerArgs are resolved"
         )
     registry.verify(registry.DOORS)
     registry.install(registry.RANK)

@@ -35,6 +35,23 @@ def controller_init_info(info: dict[str, Any], controller: Any) -> dict[str, Any
     return info
 
 
+def _compare(shift: ShiftConfig, index: int, info: dict[str, Any]) -> None:
+    expected = _signature(shift)
+    if info.pop(_KEY, None) != expected:
+        raise RanksDifferError(
+            f"scheduler {index} came up without Shift Parallelism, or with another configuration than "
+            f"{expected}: see its log for a plugin or hook that failed. The server does not start."
+        )
+
+
+def start_smg_schedulers(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around smg-grpc-servicer's ``_start_scheduler_processes``: its own launcher, which answers the first rank's
+    ready message. Ranks that differ from that one stopped when they met."""
+    info = original(server_args, *args, **kwargs)
+    _compare(cli.config_of(server_args), 0, info)
+    return info
+
+
 def launch_scheduler_processes(
     original: Callable[..., Any], cls: type, server_args: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -47,13 +64,8 @@ def launch_scheduler_processes(
 
     def wait_and_compare() -> None:
         wait_for_ready()
-        expected = _signature(shift)
         for index, info in enumerate(result.scheduler_infos):
-            if info.pop(_KEY, None) != expected:
-                raise RanksDifferError(
-                    f"scheduler {index} came up without Shift Parallelism, or with another configuration than "
-                    f"{expected}: see its log for a plugin or hook that failed. The server does not start."
-                )
+            _compare(shift, index, info)
 
     result.wait_for_ready = wait_and_compare
     return result, processes

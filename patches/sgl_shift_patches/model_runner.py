@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from sgl_shift.forward import TOKEN_DIM, Batch, ShiftParallel
 from sgl_shift.layout import HeadLayout, LayoutError
@@ -83,6 +83,8 @@ def bind(runner: Any, shift: ShiftParallel, base: nn.Module) -> None:
     for base_layer, stock_layer in radix_attention.pair(base_stack, stock_stack):
         base_layer.attention.forward = radix_attention.exchange_around(shift, base_layer, stock_layer)
 
+    mask_foreign_ids(base_stack)
+
     stock_forward = stock_stack.forward
     signature = inspect.signature(stock_forward)
 
@@ -109,6 +111,21 @@ def mirror_aux_capture(_result: None, runner: Any) -> None:
         for name in AUX_CAPTURE:
             if hasattr(stock[path], name):
                 setattr(module, name, getattr(stock[path], name))
+
+
+def mask_foreign_ids(base_stack: nn.Module) -> None:
+    """Embed token ids outside of the vocabulary to zeros, as the stock model does: SGLang does not check what a client
+    sends, and where an embedding is not split it does not mask either (``vocab_parallel_embedding.py:forward``), so
+    one such request would end a server that stock TP keeps up."""
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    def masked(embed: Callable[[Tensor], Tensor], size: int, ids: Tensor) -> Tensor:
+        foreign = (ids < 0) | (ids >= size)
+        return embed(ids.masked_fill(foreign, 0)).masked_fill(foreign.unsqueeze(-1), 0)
+
+    for module in base_stack.modules():
+        if isinstance(module, VocabParallelEmbedding) and module.tp_size == 1:
+            module.forward = functools.partial(masked, module.forward, module.num_embeddings)
 
 
 def describe(runner: Any, arguments: dict[str, Any]) -> Batch:

@@ -3,8 +3,9 @@
 SGLang only logs a plugin or a hook that fails and then serves plain TP, so nothing here is taken on trust: after
 installing, :func:`verify` looks at each target again and refuses to go on if one is not hooked.
 
-Hooks come in three sets. ``DOORS`` are in every process that has the plugin and do nothing until ``--sp-size`` asks for
-more than 1; ``LAUNCHER`` and ``RANK`` are installed only then, in the launching process and in each scheduler.
+Hooks come in sets. ``DOORS`` are in every process that has the plugin and do nothing until ``--sp-size`` asks for
+more than 1; ``LAUNCHER`` and ``RANK`` are installed only then, in the launching process and in each scheduler, ``HTTP``
+in each process that answers HTTP requests, ``GRPC`` with ``--smg-grpc-mode``.
 """
 
 from __future__ import annotations
@@ -58,6 +59,15 @@ DOORS: tuple[Hook, ...] = (
     ),
 )
 
+HTTP: tuple[Hook, ...] = (
+    Hook(
+        f"{_SRT}.managers.io_struct.SetInternalStateReq.__get_pydantic_core_schema__",
+        "around",
+        control.request_schema,
+        "lets POST /set_internal_state name the mode",
+    ),
+)
+
 LAUNCHER: tuple[Hook, ...] = (
     Hook(
         f"{_SRT}.entrypoints.engine.Engine._launch_scheduler_processes",
@@ -65,11 +75,15 @@ LAUNCHER: tuple[Hook, ...] = (
         launcher.launch_scheduler_processes,
         "no server starts unless every rank came up with the same configuration",
     ),
+    *HTTP,
+)
+
+GRPC: tuple[Hook, ...] = (
     Hook(
-        f"{_SRT}.managers.io_struct.SetInternalStateReq.__get_pydantic_core_schema__",
+        "smg_grpc_servicer.sglang.scheduler_launcher._start_scheduler_processes",
         "around",
-        control.request_schema,
-        "lets POST /set_internal_state name the mode",
+        launcher.start_smg_schedulers,
+        "no gRPC server starts unless its ranks came up with the same configuration",
     ),
 )
 

@@ -11,7 +11,7 @@ from sgl_shift import support
 from sgl_shift.config import ShiftConfig
 from sgl_shift.layout import HeadLayout, Layout, LayoutError
 from sgl_shift.support import RefusedError
-from sgl_shift_patches import cli, fingerprints, registry
+from sgl_shift_patches import cli, control, fingerprints, registry
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,8 @@ def register() -> None:
 
 
 def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
     previous(server_args)
     shift = cli.config_of(server_args)
     if not shift.enabled:
@@ -36,7 +38,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     if shift.loads_base:
         warn_about_nodes(server_args, shift)
         limit_graphs(server_args, shift)
-    registry.install(registry.LAUNCHER)
+    registry.install(registry.LAUNCHER + (registry.GRPC if resolving_view(server_args).smg_grpc_mode else ()))
+    control.name_app_for_workers()
     cli.mark_checked(server_args, shift)
 
 
