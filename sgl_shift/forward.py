@@ -19,6 +19,7 @@ from sgl_shift.exchange import Group, gather_heads, gather_rows, scatter_heads
 from sgl_shift.layout import HeadLayout, Layout, Slice
 from sgl_shift.policy import Configuration, choose
 from sgl_shift.stats import Stats
+from sgl_shift.storage import SharedWeight
 
 # Arguments of a decoder stack that have one row a token, and the dimension in which they have it. mrope positions are
 # [3, tokens]; everything else counts tokens first.
@@ -57,6 +58,8 @@ class ShiftParallel:
     stats: Stats = field(default_factory=Stats)
     base_model: list[nn.Module] = field(default_factory=list)  # in a list, or it would become part of a module tree
     heads: HeadLayout | None = None
+    shared: list[SharedWeight] = field(default_factory=list)
+    why_separate: str = ""  # why the base model has weights of its own, if it has
     weight_bytes: dict[str, int] = field(default_factory=dict)
     num_tokens: int = 0  # tokens of the base forward in progress, 0 outside of one
     settings: Settings = field(init=False)
@@ -135,6 +138,7 @@ class ShiftParallel:
             "mode": self.settings.mode,
             "kv_replication": self.heads.kv_replication if self.heads else 1,
             "weight_bytes": dict(self.weight_bytes),
+            "separate_weights": self.why_separate,
             **self.stats.to_dict(),
         }
 

@@ -14,7 +14,7 @@ from sgl_shift.forward import TOKEN_DIM, Batch, ShiftParallel
 from sgl_shift.layout import HeadLayout, LayoutError
 from sgl_shift.policy import Configuration
 from sgl_shift.weights import weight_bytes
-from sgl_shift_patches import radix_attention, state
+from sgl_shift_patches import radix_attention, state, weights
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +37,15 @@ def load_model(stock_load: Callable[..., None], runner: Any) -> None:
             "--tp-size that divides the heads, or leave out --sp-size"
         )
     shift.heads = HeadLayout(shift.layout, model.num_attention_heads, model.get_total_num_kv_heads())
-    shift.weight_bytes = {"base": 0, "shift": weight_bytes([runner.model])}
+    own = weight_bytes([runner.model])
+    shift.weight_bytes = {"base": 0, "shift": own, "resident": own}
     if shift.config.loads_base:
         base = load_base_model(runner, shift)
         bind(runner, shift, base)
     if shift.rank == 0:
         logger.info(
             "Shift Parallelism: base (SP=%d, TP=%d) above %d tokens, shift (TP=%d) up to there; mode %s. "
-            "Weights a rank: base %.1f MB, shift %.1f MB. Each KV head is kept by %d rank(s).",
+            "Weights a rank: base %.1f MB, shift %.1f MB, %.1f MB together. Each KV head is kept by %d rank(s).",
             shift.layout.sp_size,
             shift.layout.tp_size,
             shift.settings.threshold,
@@ -52,24 +53,37 @@ def load_model(stock_load: Callable[..., None], runner: Any) -> None:
             shift.settings.mode,
             shift.weight_bytes["base"] / 1e6,
             shift.weight_bytes["shift"] / 1e6,
+            shift.weight_bytes["resident"] / 1e6,
             shift.heads.kv_replication,
         )
 
 
 def load_base_model(runner: Any, shift: ShiftParallel) -> nn.Module:
-    """The same model once more, as an ordinary SGLang model of the base TP degree."""
+    """The same model once more, as an ordinary SGLang model of the base TP degree; on the storage of the stock model's
+    weights if their layout is known, otherwise read from the checkpoint again."""
     from sglang.srt.model_executor.model_runner_components.load_model_utils import load_model_with_memory_saver
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import _resolve_transformer_layer_model
     from sglang.srt.utils import reserve_rope_cache_for_long_sequences
 
-    with shift.base_scope():
-        base = load_model_with_memory_saver(
-            model_config=runner.model_config,
-            load_config=runner.load_config,
-            device=runner.device,
-            gpu_id=runner.gpu_id,
-            memory_saver_adapter=runner.memory_saver_adapter,
-            is_draft_worker=False,
-        ).model
+    stock_stack = _resolve_transformer_layer_model(runner.model)
+    try:
+        weights.refuse(stock_stack)
+        base = weights.build(runner, shift)
+        weights.share(shift, _resolve_transformer_layer_model(base), stock_stack)
+    except weights.CannotShareError as why:
+        shift.why_separate = str(why)
+        logger.info("Shift Parallelism: the base model has weights of its own, read once more: %s", why)
+        if runner.load_config.load_format == "dummy":
+            logger.warning("Shift Parallelism: dummy weights differ between the configurations: measure, do not read")
+        with shift.base_scope():
+            base = load_model_with_memory_saver(
+                model_config=runner.model_config,
+                load_config=runner.load_config,
+                device=runner.device,
+                gpu_id=runner.gpu_id,
+                memory_saver_adapter=runner.memory_saver_adapter,
+                is_draft_worker=False,
+            ).model
     reserve_rope_cache_for_long_sequences(base, runner.model_config, logger)
     return base
 
@@ -94,8 +108,9 @@ def bind(runner: Any, shift: ShiftParallel, base: nn.Module) -> None:
 
     stock_stack.forward = forward
     shift.base_model.append(base_stack)  # the stack only: the LM head that follows is the stock model's
-    shift.weight_bytes["base"] = weight_bytes(shift.base_model)
-    runner.weight_load_mem_usage += shift.weight_bytes["base"] / (1 << 30)
+    both = weight_bytes([base_stack, runner.model])
+    shift.weight_bytes |= {"base": weight_bytes([base_stack]), "resident": both}
+    runner.weight_load_mem_usage += (both - shift.weight_bytes["shift"]) / (1 << 30)
 
 
 def mirror_aux_capture(_result: None, runner: Any) -> None:

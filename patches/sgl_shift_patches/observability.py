@@ -14,7 +14,7 @@ _RESULT_ATTRIBUTE = "shift_configuration"
 
 
 def alloc_memory_pool(_result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """After ``ModelRunner.alloc_memory_pool``: what the second copy of the weights costs in KV tokens."""
+    """After ``ModelRunner.alloc_memory_pool``: what the weights of the base configuration cost in KV tokens."""
     shift = state.current()
     if shift is None or runner.is_draft_worker or shift.rank != 0:
         return
@@ -22,7 +22,8 @@ def alloc_memory_pool(_result: None, runner: Any, *args: Any, **kwargs: Any) -> 
 
     tokens = runner.max_total_num_tokens
     pool_bytes = runner.token_to_kv_pool_allocator.get_kvcache().mem_usage * (1 << 30)
-    lost = int(shift.weight_bytes["base"] / (pool_bytes / tokens)) if pool_bytes and tokens else 0
+    more = shift.weight_bytes["resident"] - shift.weight_bytes["shift"]
+    lost = int(more / (pool_bytes / tokens)) if pool_bytes and tokens else 0
     limit = resolving_view(runner.server_args).max_total_tokens
     stock = tokens + lost if limit is None else min(tokens + lost, max(limit, tokens))
     logger.info("Shift Parallelism: %d KV tokens fit; stock TP would have about %d", tokens, stock)

@@ -163,7 +163,7 @@ RANK: tuple[Hook, ...] = (
             f"{_SRT}.model_executor.model_runner_components.weight_updater.WeightUpdater.{method}",
             "around",
             weight_updater.refuse,
-            "it would change the weights of one configuration only",
+            "where the base model has weights of its own, it would change those of one configuration only",
         )
         for method in (
             "init_weights_update_group",
@@ -177,6 +177,15 @@ RANK: tuple[Hook, ...] = (
         "around",
         weight_updater.refuse_session,
         "weights can also be written from outside between begin and end",
+    ),
+    *(
+        Hook(
+            f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{method}",
+            "after",
+            weight_updater.gather,
+            "brings new weights to the base configuration",
+        )
+        for method in ("update_weights_from_disk", "update_weights_from_ipc", "end_weight_update")
     ),
     Hook(
         f"{_SRT}.model_executor.model_runner.ModelRunner.check_weights",

@@ -75,8 +75,6 @@ def refuse_unsupported(server_args: Any, shift: ShiftConfig) -> None:
     if problems:
         lines = "".join(f"\n  * {problem}" for problem in problems)
         raise RefusedError(f"Shift Parallelism (--sp-size {shift.sp_size}) cannot serve this deployment:{lines}")
-    if shift.loads_base and arguments.load_format == "dummy":
-        logger.warning("--load-format dummy: the two configurations get different random weights; measure, do not read")
 
 
 def two_nccl_wheels() -> str | None:
