@@ -61,7 +61,17 @@ FEATURES: tuple[Feature, ...] = (
     Feature("`--config` files, `sglang serve`, Engine, environment variables", WORKS, "test_server.py"),
     Feature("LoRA: batches in which a request has an adapter", TO_TP, "test_features.py", option="enable_lora"),
     Feature("LoRA: all other batches", WORKS, "test_features.py"),
-    Feature("Weight updates and checkpoint-engine at run time", "refused at the request", "test_server.py"),
+    Feature("Weight updates at run time: from disk, from tensors", WORKS, "test_weights.py"),
+    Feature(
+        "Weight updates at run time: distributed, IPC (checkpoint-engine), remote",
+        EXPECTED,
+        read="managers/scheduler_components/weight_updater.py: written into the stock model, gathered when complete",
+    ),
+    Feature(
+        "Weight updates where the base model has weights of its own (`separate_weights` in `/server_info`)",
+        "refused at the request",
+        "test_weights.py",
+    ),
     Feature("Idle batches", TO_TP, read="scheduler.py:get_idle_batch"),
     Feature(
         "Draft models",

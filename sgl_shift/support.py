@@ -26,7 +26,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "Olmo2": ("Olmo2ForCausalLM",),
     "Cohere": ("CohereForCausalLM",),
     "Granite": ("GraniteForCausalLM",),
-    "Llama4 text": ("Llama4ForCausalLM",),
+    "Llama4 text": ("Llama4ForConditionalGeneration",),
     "gpt-oss": ("GptOssForCausalLM",),
     "Qwen2.5-VL": ("Qwen2_5_VLForConditionalGeneration",),
     "Qwen3-VL": ("Qwen3VLForConditionalGeneration",),

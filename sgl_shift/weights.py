@@ -24,6 +24,8 @@ class Checkpoint(NamedTuple):
 
     total: int
     stack: int  # without the LM head, which the base configuration has none of
+    experts: int = 0  # their part of the stack
+    quantized: bool = False
 
     @classmethod
     def in_folder(cls, folder: Path, itemsize: int) -> Checkpoint | None:
@@ -32,7 +34,8 @@ class Checkpoint(NamedTuple):
         Args:
             itemsize: of the dtype that unquantized weights are loaded in, in bytes.
         """
-        total = head = 0
+        total = head = experts = 0
+        quantized = False
         for file in folder.glob("*.safetensors"):
             with file.open("rb") as content:
                 header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
@@ -44,4 +47,14 @@ class Checkpoint(NamedTuple):
                 size = math.prod(tensor["shape"]) * itemsize if plain else end - begin
                 total += size
                 head += size if name.startswith("lm_head.") else 0
-        return cls(total, total - head) if total else None
+                experts += size if ".experts." in name else 0
+                quantized |= not plain
+        return cls(total, total - head, experts, quantized) if total else None
+
+    def together(self, world_size: int, tp_size: int, *, gpu: bool) -> float:
+        """About what a rank holds of both configurations, in bytes (docs/weights.md)."""
+        stock, base = self.total / world_size, self.stack / tp_size
+        if self.quantized:
+            return base + stock
+        copies = self.experts if gpu else self.experts * 2 / 3  # w13 is two thirds
+        return base + (self.total - self.stack + copies) / world_size

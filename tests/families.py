@@ -75,9 +75,10 @@ GRANITE = Family(
     "GraniteConfig",
     {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.25, "logits_scaling": 0.5},
 )
+# Named as the released checkpoints are, text only: stock SGLang does not load the experts of a Llama4ForCausalLM.
 LLAMA4 = Family(
     "llama4",
-    "Llama4TextConfig",
+    "Llama4Config",
     {
         "head_dim": 16,
         "intermediate_size": 128,
@@ -122,8 +123,16 @@ def _write(family: Family, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(sum(family.name.encode()))
-    config = getattr(transformers, family.config_class)(**{**SIZES, **family.options})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    options = {**SIZES, **family.options}
+    if family.config_class == LLAMA4.config_class:
+        vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+        vision |= {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16, "image_size": 28}
+        config = transformers.Llama4Config(text_config=options, vision_config=vision)
+        model = transformers.Llama4ForConditionalGeneration(config).to(torch.float32)
+        del model.vision_model, model.multi_modal_projector
+    else:
+        config = getattr(transformers, family.config_class)(**options)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     random_values(model)
     model.save_pretrained(folder)
 

@@ -222,6 +222,7 @@ class TestADeployment:
         estimate = doctor.Checkpoint.in_folder(checkpoint(wide), torch.float32.itemsize)
         assert estimate.total / 4 == pytest.approx(real["shift"], rel=0.1)
         assert estimate.stack / 2 == pytest.approx(real["base"], rel=0.1)
+        assert estimate.together(4, 2, gpu=False) == pytest.approx(real["resident"], rel=0.1)
 
     @pytest.mark.parametrize(("memory", "fits"), [(1_000_000, True), (100_000, False)])
     def test_memory_of_a_gpu(self, memory, fits, checkpoint, monkeypatch):

@@ -18,6 +18,7 @@ from sgl_shift.storage import Cut, Part, SharedWeight, assemble, natural_order
 from tests import parity
 from tests.checkpoints import DENSE, FEW_KV_HEADS, MOE, Tiny
 from tests.families import FAMILIES, GPT_OSS, LLAMA4, OLMO2, QWEN2_MOE, attention_with_sinks, stand_ins
+from tests.hosting import HostDied
 from tests.parity import Requests
 from tests.probes import Probe
 from tests.test_features import PROMPTS, greedy
@@ -106,6 +107,12 @@ def inspect_weights(scheduler: Any) -> dict[str, Any]:
             differ.append(name)
         if weight.tp.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
             separate.append(name)
+    # Memory that nobody has written holds zeros, or anything.
+    unloaded = [
+        name
+        for name, p in base.items()
+        if not p.isfinite().all() or p.abs().max() > 1e3 or (p == 0).float().mean() > (0.5 if "embed" in name else 0.1)
+    ]
     before = {id(weight): weight.tp.clone() for weight in shift.shared}
     unseen = []
     for name, parameter in base.items():
@@ -121,6 +128,7 @@ def inspect_weights(scheduler: Any) -> dict[str, Any]:
         "differ": differ,
         "separate": separate,
         "unseen": unseen,
+        "unloaded": unloaded,
         "outside": sum(p.numel() * p.element_size() for p in outside.values() if p.data_ptr() not in inside),
         "fresh": weight_bytes([stack(fresh)]),
         **shift.report()["weight_bytes"],
@@ -145,7 +153,7 @@ def inspected(model: Any, world: int, sp: int, start: Any, folder: Path, **optio
 def test_base_weights_are_those_of_the_checkpoint_and_tp_weights_views_of_them(model, world, sp, start, tmp_path):
     for rank in inspected(model, world, sp, start, tmp_path):
         assert rank["differ"] == []
-        assert rank["unseen"] == []
+        assert rank["unseen"] == rank["unloaded"] == []
         experts = [name for name in rank["separate"] if name.endswith("w13_weight")]
         assert rank["separate"] == experts
         assert bool(experts) == bool(model.experts)
@@ -168,7 +176,7 @@ def test_weights_of_a_family(family, start, tmp_path):
     for kv_heads, sp in ((4, 2), *(((1, 2), (2, 4)) if family is not OLMO2 else ())):
         (folder := tmp_path / f"{kv_heads}-{sp}").mkdir()
         for rank in inspected(family.with_kv_heads(kv_heads), 4, sp, start, folder, in_rank=stand_ins):
-            assert rank["differ"] == rank["unseen"] == []
+            assert rank["differ"] == rank["unseen"] == rank["unloaded"] == []
             assert all(name.endswith("w13_weight") for name in rank["separate"])
             assert bool(rank["separate"]) == (family in (QWEN2_MOE, LLAMA4))
 
@@ -208,6 +216,26 @@ def test_a_vocabulary_that_needs_padding_in_tp_only(start, tmp_path):
     parity.assert_equal(expected, parity.run(host, requests))
     for rank in host.probe(tmp_path):
         assert rank["extra"]["differ"] == rank["extra"]["unseen"] == rank["extra"]["separate"] == []
+
+
+def test_a_start_that_leaves_no_room_says_who_takes_what(start, tmp_path):
+    def no_memory(_rank: int) -> None:
+        from sglang.srt.model_executor import pool_configurator
+
+        class Config(pool_configurator.MemoryPoolConfig):
+            def __post_init__(self) -> None:
+                self.max_total_num_tokens = 0
+                super().__post_init__()
+
+        pool_configurator.MemoryPoolConfig = Config
+
+    with pytest.raises(HostDied):
+        start(DENSE, 4, sp_size=4, in_rank=no_memory)
+    said = (tmp_path / "engine0.log").read_text()
+    assert "Not enough memory" in said
+    assert "with SP=4, TP=1; stock TP=4 takes" in said
+    assert "--sp-size 2: about " in said
+    assert "--shift-mode tp: " in said
 
 
 # --- weights that change at run time ---

@@ -146,15 +146,16 @@ def memory_of(
     if not checkpoint:
         return [*rows, ("weights", f"not known: no safetensors of {resolved.model_path} on this machine")], []
     stock = checkpoint.total / heads.layout.world_size
-    base = checkpoint.stack / heads.layout.tp_size if shift.loads_base else 0
-    rows.append(("weights", f"about {_size(base)} base + {_size(stock)} shift a rank"))
-    if not torch.cuda.is_available():
+    gpu, layout = torch.cuda.is_available(), heads.layout
+    both = checkpoint.together(layout.world_size, layout.tp_size, gpu=gpu) if shift.loads_base else stock
+    rows.append(("weights", f"about {_size(both)} a rank for both configurations; stock TP alone {_size(stock)}"))
+    if not gpu:
         return rows, []
     budget = torch.cuda.mem_get_info()[1] * resolved.mem_fraction_static
-    tokens, stock_tokens = (int((budget - weights) / kv_token) for weights in (base + stock, stock))
+    tokens, stock_tokens = (int((budget - weights) / kv_token) for weights in (both, stock))
     if tokens <= 0:
         return rows, [
-            f"weights of both configurations need about {_size(base + stock)} a rank, --mem-fraction-static "
+            f"weights of both configurations need about {_size(both)} a rank, --mem-fraction-static "
             f"{resolved.mem_fraction_static} leaves {_size(budget)}; use a smaller --sp-size, or more GPUs"
         ]
     return [*rows, ("KV tokens", f"about {tokens:,}; stock TP would have {stock_tokens:,}")], []

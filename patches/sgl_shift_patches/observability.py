@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sgl_shift.forward import ShiftParallel
 from sgl_shift_patches import state
 
 logger = logging.getLogger(__name__)
@@ -13,11 +14,38 @@ logger = logging.getLogger(__name__)
 _RESULT_ATTRIBUTE = "shift_configuration"
 
 
-def alloc_memory_pool(_result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """After ``ModelRunner.alloc_memory_pool``: what the weights of the base configuration cost in KV tokens."""
+def alloc_memory_pool(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
+    """Around ``ModelRunner.alloc_memory_pool``: what the weights of the base configuration cost in KV tokens, and who
+    takes what where no room is left."""
     shift = state.current()
-    if shift is None or runner.is_draft_worker or shift.rank != 0:
+    if shift is None or runner.is_draft_worker:
+        original(runner, *args, **kwargs)
         return
+    try:
+        original(runner, *args, **kwargs)
+    except RuntimeError as error:  # "Not enough memory", pool_configurator.py:MemoryPoolConfig
+        raise RuntimeError(f"{error}\n{who_takes_what(shift)}") from error
+    if shift.rank == 0:
+        _log_kv_tokens(shift, runner)
+
+
+def who_takes_what(shift: ShiftParallel) -> str:
+    """The weights of a rank, and what smaller SP degrees would take; for an operator who is short of memory."""
+    held, layout = shift.weight_bytes, shift.layout
+    lines = [
+        f"Shift Parallelism holds {held['resident'] / 1e9:.3f} GB of weights a rank with SP={layout.sp_size}, "
+        f"TP={layout.tp_size}; stock TP={layout.world_size} takes {held['shift'] / 1e9:.3f} GB. Less:"
+    ]
+    if held["base"]:
+        outside = held["resident"] - held["base"]
+        for sp_size in sorted((d for d in range(2, layout.sp_size) if layout.sp_size % d == 0), reverse=True):
+            needed = held["base"] * sp_size / layout.sp_size + outside
+            lines.append(f"  --sp-size {sp_size}: about {needed / 1e9:.3f} GB")
+        lines.append(f"  --shift-mode tp: {held['shift'] / 1e9:.3f} GB, without the base configuration")
+    return "\n".join(lines)
+
+
+def _log_kv_tokens(shift: ShiftParallel, runner: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     tokens = runner.max_total_num_tokens

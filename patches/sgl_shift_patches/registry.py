@@ -108,9 +108,9 @@ RANK: tuple[Hook, ...] = (
     ),
     Hook(
         f"{_SRT}.model_executor.model_runner.ModelRunner.alloc_memory_pool",
-        "after",
+        "around",
         observability.alloc_memory_pool,
-        "logs the KV tokens that fit beside both models",
+        "logs the KV tokens that fit beside the weights, or what takes the room",
     ),
     Hook(
         f"{_SRT}.models.utils.enable_fused_set_kv_buffer",

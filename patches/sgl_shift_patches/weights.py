@@ -26,7 +26,9 @@ GATED_MLPS = frozenset(
     {"LlamaMLP", "Qwen2MLP", "Gemma2MLP", "Gemma3MLP", "Glm4MLP", "Olmo2MLP", "CohereMLP", "GraniteMLP"}
 )
 
-_EXPERTS_ROWS = "the expert kernel applies the activation to the halves of what one expert's w13 puts out, inside"
+_EXPERTS_ROWS = (
+    "fused_experts applies the activation to the halves of what w13 puts out, and asserts contiguous weights"
+)
 
 
 def build(runner: Any, shift: ShiftParallel) -> nn.Module:
@@ -180,8 +182,8 @@ def _columns_need_copies(stock: Any) -> str:
 
 
 def _experts_need_copies(stock: Any) -> str:
-    """The loop over experts in torch that a CPU runs takes strides; a GPU's kernels are not known to."""
-    return "GPU kernels for experts are written for contiguous weights" if stock.w2_weight.is_cuda else ""
+    """The loop over experts in torch that a CPU runs takes strides."""
+    return "fused_moe.py:fused_experts_impl asserts that w2 is contiguous" if stock.w2_weight.is_cuda else ""
 
 
 def _by_shape(base: nn.Module, stock: nn.Module, name: str, sp_size: int) -> Cut:
