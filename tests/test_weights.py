@@ -251,19 +251,23 @@ def _update_from_disk(engine: Any, folder: str) -> list[bool]:
     return [success, "copy of its own" in message]
 
 
-def _update_from_tensors(engine: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
+def _update_from_tensors(engine: Any, tensors: list[tuple[str, torch.Tensor]], load_format: str | None = None) -> None:
     from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
-    manager = engine.tokenizer_manager
-    for request, call in (
-        (BeginWeightUpdateReqInput(), manager.begin_weight_update),
-        (None, None),
-        (EndWeightUpdateReqInput(), manager.end_weight_update),
-    ):
-        if request is None:
-            engine.update_weights_from_tensor(tensors)
-        else:
-            engine.loop.run_until_complete(call(request, None))
+    manager, run = engine.tokenizer_manager, engine.loop.run_until_complete
+    run(manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+    engine.update_weights_from_tensor(tensors, load_format=load_format)
+    run(manager.end_weight_update(EndWeightUpdateReqInput(), None))
+
+
+def _check_weights(engine: Any, action: str) -> Any:
+    """The checksum of all ranks, if it was asked for. Comparing with a snapshot needs a GPU in stock SGLang as well."""
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+    check = engine.tokenizer_manager.check_weights(CheckWeightsReqInput(action=action), None)
+    success, message, _, checksum = engine.loop.run_until_complete(check)
+    assert success, message
+    return checksum
 
 
 def _answers(engine: Any) -> Any:
@@ -290,6 +294,15 @@ def test_updates_reach_both_configurations(world, sp, start, checkpoint):
             host.flush_cache()
             parity.assert_close(expected[model.name], host.call(_answers), f"{model.name}, {mode}")
 
+    def both_agree() -> Any:
+        answers = []
+        for mode in ("sp", "tp"):
+            host.set(mode=mode)
+            host.flush_cache()
+            answers.append(host.call(_answers))
+        parity.assert_close(*answers, "base and shift")
+        return answers[0]
+
     serves(DENSE)
     assert host.call(_update_from_disk, str(checkpoint(NEW)))[0]
     serves(NEW)
@@ -297,3 +310,20 @@ def test_updates_reach_both_configurations(world, sp, start, checkpoint):
     serves(NEW)
     host.call(_update_from_tensors, list(weights(DENSE).items()))
     serves(DENSE)
+    checksum = host.call(_check_weights, "checksum")
+
+    # Each rank's own shard, as trainers that know the TP layout send it: no stock run has the same, but both
+    # configurations of ours agree.
+    shard = torch.randn(DENSE.hidden, DENSE.intermediate // world) / 8
+    host.call(_update_from_tensors, [("model.layers.1.mlp.down_proj.weight", shard)], "direct")
+    changed = both_agree()
+    with pytest.raises(AssertionError):
+        parity.assert_close(expected[DENSE.name], changed, "direct")
+
+    assert host.call(_check_weights, "checksum") not in (None, checksum)
+    host.call(_check_weights, "reset_tensors")
+    with pytest.raises(AssertionError):
+        parity.assert_close(changed, both_agree(), "reset")
+    assert host.call(_update_from_disk, str(checkpoint(DENSE)))[0]
+    serves(DENSE)
+    assert host.call(_check_weights, "checksum") == checksum
