@@ -40,8 +40,7 @@ def load_model(stock_load: Callable[..., None], runner: Any) -> None:
     own = weight_bytes([runner.model])
     shift.weight_bytes = {"base": 0, "shift": own, "resident": own}
     if shift.config.loads_base:
-        base = load_base_model(runner, shift)
-        bind(runner, shift, base)
+        bind(runner, shift, load_base_model(runner, shift))
     if shift.rank == 0:
         logger.info(
             "Shift Parallelism: base (SP=%d, TP=%d) above %d tokens, shift (TP=%d) up to there; mode %s. "
@@ -59,41 +58,53 @@ def load_model(stock_load: Callable[..., None], runner: Any) -> None:
 
 
 def load_base_model(runner: Any, shift: ShiftParallel) -> nn.Module:
-    """The same model once more, as an ordinary SGLang model of the base TP degree; on the storage of the stock model's
-    weights if their layout is known, otherwise read from the checkpoint again."""
-    from sglang.srt.model_executor.model_runner_components.load_model_utils import load_model_with_memory_saver
-    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import _resolve_transformer_layer_model
+    """The decoder stack of the same model as an ordinary SGLang model of the base TP degree: on the storage of the
+    stock model's weights if it is known how they lie, otherwise read from the checkpoint again."""
     from sglang.srt.utils import reserve_rope_cache_for_long_sequences
+
+    stack = on_shared_storage(runner, shift) or read_again(runner, shift)
+    reserve_rope_cache_for_long_sequences(stack, runner.model_config, logger)
+    return stack
+
+
+def on_shared_storage(runner: Any, shift: ShiftParallel) -> nn.Module | None:
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import _resolve_transformer_layer_model
 
     stock_stack = _resolve_transformer_layer_model(runner.model)
     try:
         weights.refuse(stock_stack)
-        base = weights.build(runner, shift)
-        weights.share(shift, _resolve_transformer_layer_model(base), stock_stack)
+        stack = _resolve_transformer_layer_model(weights.build(runner, shift))  # LM head and the like are gone now
+        weights.share(shift, stack, stock_stack)
     except weights.CannotShareError as why:
         shift.why_separate = str(why)
-        logger.info("Shift Parallelism: the base model has weights of its own, read once more: %s", why)
-        if runner.load_config.load_format == "dummy":
-            logger.warning("Shift Parallelism: dummy weights differ between the configurations: measure, do not read")
-        with shift.base_scope():
-            base = load_model_with_memory_saver(
-                model_config=runner.model_config,
-                load_config=runner.load_config,
-                device=runner.device,
-                gpu_id=runner.gpu_id,
-                memory_saver_adapter=runner.memory_saver_adapter,
-                is_draft_worker=False,
-            ).model
-    reserve_rope_cache_for_long_sequences(base, runner.model_config, logger)
-    return base
+        return None
+    return stack
 
 
-def bind(runner: Any, shift: ShiftParallel, base: nn.Module) -> None:
+def read_again(runner: Any, shift: ShiftParallel) -> nn.Module:
+    from sglang.srt.model_executor.model_runner_components.load_model_utils import load_model_with_memory_saver
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import _resolve_transformer_layer_model
+
+    logger.info("Shift Parallelism: the base model has weights of its own, read once more: %s", shift.why_separate)
+    if runner.load_config.load_format == "dummy":
+        logger.warning("Shift Parallelism: dummy weights differ between the configurations: measure, do not read")
+    with shift.base_scope():
+        model = load_model_with_memory_saver(
+            model_config=runner.model_config,
+            load_config=runner.load_config,
+            device=runner.device,
+            gpu_id=runner.gpu_id,
+            memory_saver_adapter=runner.memory_saver_adapter,
+            is_draft_worker=False,
+        ).model
+    return _resolve_transformer_layer_model(model)
+
+
+def bind(runner: Any, shift: ShiftParallel, base_stack: nn.Module) -> None:
     """Put the decision in front of the stock decoder stack, and the exchange into the base model's attention."""
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import _resolve_transformer_layer_model
 
     stock_stack = _resolve_transformer_layer_model(runner.model)
-    base_stack = _resolve_transformer_layer_model(base)
     for base_layer, stock_layer in radix_attention.pair(base_stack, stock_stack):
         base_layer.attention.forward = radix_attention.exchange_around(shift, base_layer, stock_layer)
 
