@@ -87,6 +87,8 @@ class Host:
             target=_serve, args=(theirs, arguments, plugin, in_rank, environment or {}, log), name="engine-host"
         )
         self._process.start()
+        assert self._process.pid is not None
+        self.session = self._process.pid  # of this engine's processes
         theirs.close()
         self._receive(STARTUP_SECONDS)
 
