@@ -161,7 +161,10 @@ def _serve(
     environment: dict[str, str],
     log: Path | None,
 ) -> None:
+    from sglang.srt.utils import kill_itself_when_parent_died
+
     os.setsid()
+    kill_itself_when_parent_died()  # a test run that is killed leaves no engine behind, nor does a host its ranks
     if log is not None:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
