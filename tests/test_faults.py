@@ -24,7 +24,7 @@ import requests
 from tests import parity
 from tests.checkpoints import DENSE, VOCAB
 from tests.footprint import alive, shared_files, wait_until_gone
-from tests.hosting import Host, HostDied
+from tests.hosting import ForkedServer, Host, HostDied
 from tests.servers import PYTHON, Server
 
 THRESHOLD, CONTEXT, POOL = 16, 2048, 1024  # tokens; a prompt that the context takes need not fit the pool
@@ -35,7 +35,7 @@ def text(seed: int, length: int) -> list[int]:
     return [rng.randrange(1, VOCAB) for _ in range(length)]
 
 
-def serve(model: Path, folder: Path, **arguments: Any) -> tuple[Server, Server]:
+def serve(model: Path, folder: Path, *, forked: bool = True) -> tuple[Server, Server]:
     """Stock and ours, started alike; each with its temporary files in a folder of its own."""
     common = {
         "model-path": model,
@@ -45,23 +45,23 @@ def serve(model: Path, folder: Path, **arguments: Any) -> tuple[Server, Server]:
         "max-running-requests": 64,
         "chunked-prefill-size": 128,
         "random-seed": 1,
-        **arguments,
     }
     flags = [str(part) for name, value in common.items() for part in (f"--{name}", value)]
     flags += ["--skip-tokenizer-init", "--sleep-on-idle"]
     shift = ["--sp-size", "2", "--shift-threshold", str(THRESHOLD)]
-    stock, ours = folder / "stock", folder / "ours"
-    stock.mkdir()
-    ours.mkdir()
+    log = {name: folder / f"{name}.log" for name in ("stock", "ours")}
+    for path in log.values():
+        path.with_suffix("").mkdir()
+    temporary = {name: str(path.with_suffix("")) for name, path in log.items()}
+    if forked:
+        return (
+            ForkedServer(flags, log["stock"], plugin=False, TMPDIR=temporary["stock"]),
+            ForkedServer([*flags, *shift], log["ours"], TMPDIR=temporary["ours"]),
+        )
+    stock = {"SGLANG_PLUGINS": "none", "SGLANG_PLATFORM": "sgl_shift_cpu", "TMPDIR": temporary["stock"]}
     return (
-        Server(
-            [PYTHON, "-m", "sglang.launch_server", *flags],
-            folder / "stock.log",
-            SGLANG_PLUGINS="none",
-            SGLANG_PLATFORM="sgl_shift_cpu",
-            TMPDIR=str(stock),
-        ),
-        Server([PYTHON, "-m", "sgl_shift.launch_server", *flags, *shift], folder / "ours.log", TMPDIR=str(ours)),
+        Server([PYTHON, "-m", "sglang.launch_server", *flags], log["stock"], **stock),
+        Server([PYTHON, "-m", "sgl_shift.launch_server", *flags, *shift], log["ours"], TMPDIR=temporary["ours"]),
     )
 
 
@@ -186,6 +186,19 @@ def test_a_client_that_vanishes(when, servers):
     assert seen[0]["status"] == 200
 
 
+# SGLang's own, kilobytes each: its ranks unlink the first if they get to it before they are killed.
+LEFT_BY_SGLANG = {"sgl_shm_mq_*_*", "sglang_loads_*_*.shm"}
+
+
+def assert_same_end(ours: dict[str, Any], stock: dict[str, Any]) -> None:
+    for ending in (ours, stock):
+        left = ending.pop("shared memory")
+        assert set(left) <= LEFT_BY_SGLANG, left
+        assert len(left) == len(set(left)), left
+        assert ending["processes"] == []
+    assert ours == stock
+
+
 def end(server: Server, temporary: Path, do: Callable[[Server], Any]) -> dict[str, Any]:
     """Do what ends a server, and say how it ended and what it left."""
     session = server.process.pid
@@ -249,9 +262,8 @@ def sigterm_under_load(server: Server) -> Any:
 def test_sigterm_under_load(servers):
     """The last of this module's tests on these servers: it ends them. Running requests are served to the end."""
     stock, ours = (end(server, server.log.with_suffix(""), sigterm_under_load) for server in servers)
-    assert ours == stock
+    assert_same_end(ours, stock)
     assert stock["exit code"] == 0
-    assert stock["processes"] == []
     assert all(client["done"] and len(client["tokens"]) == 100 for client in stock["seen"])
 
 
@@ -275,14 +287,13 @@ def killed_while_idle(server: Server) -> Any:
 @pytest.mark.long
 @pytest.mark.parametrize("fault", [killed_under_load, killed_while_idle], ids=lambda f: f.__name__)
 def test_a_server_with_a_rank_that_dies(fault, checkpoint, tmp_path):
-    pair = serve(checkpoint(DENSE), tmp_path)
+    pair = serve(checkpoint(DENSE), tmp_path, forked=False)
     try:
         stock, ours = (end(server.wait(), server.log.with_suffix(""), fault) for server in pair)
     finally:
         for server in pair:
             server.close()
-    assert ours == stock
-    assert stock["processes"] == []
+    assert_same_end(ours, stock)
 
 
 def in_the_middle(action: Callable[[], None]) -> Callable[[int], None]:
@@ -344,8 +355,7 @@ def test_a_rank_that_fails_in_a_base_forward_ends_the_engine_as_in_stock(fault, 
     }
     stock = ending(start(DENSE, 2, plugin=False, **arguments))
     ours = start(DENSE, 2, sp_size=2, shift_threshold=100, **arguments)
-    assert ending(ours) == stock
-    assert stock["processes"] == []
+    assert_same_end(ending(ours), stock)
 
 
 def test_fewer_tokens_than_sp_ranks(start):
