@@ -25,9 +25,11 @@ from tests import parity
 from tests.checkpoints import DENSE, VOCAB
 from tests.footprint import alive, shared_files, wait_until_gone
 from tests.hosting import ForkedServer, Host, HostDied
-from tests.servers import PYTHON, Server
+from tests.servers import Server
 
 THRESHOLD, CONTEXT, POOL = 16, 2048, 1024  # tokens; a prompt that the context takes need not fit the pool
+
+NO_STACKS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}  # taking the stacks takes longer than all the rest of a crash
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -35,7 +37,7 @@ def text(seed: int, length: int) -> list[int]:
     return [rng.randrange(1, VOCAB) for _ in range(length)]
 
 
-def serve(model: Path, folder: Path, *, forked: bool = True) -> tuple[Server, Server]:
+def serve(model: Path, folder: Path) -> tuple[Server, Server]:
     """Stock and ours, started alike; each with its temporary files in a folder of its own."""
     common = {
         "model-path": model,
@@ -49,20 +51,13 @@ def serve(model: Path, folder: Path, *, forked: bool = True) -> tuple[Server, Se
     flags = [str(part) for name, value in common.items() for part in (f"--{name}", value)]
     flags += ["--skip-tokenizer-init", "--sleep-on-idle"]
     shift = ["--sp-size", "2", "--shift-threshold", str(THRESHOLD)]
-    log = {name: folder / f"{name}.log" for name in ("stock", "ours")}
-    for path in log.values():
-        path.with_suffix("").mkdir()
-    temporary = {name: str(path.with_suffix("")) for name, path in log.items()}
-    if forked:
-        return (
-            ForkedServer(flags, log["stock"], plugin=False, TMPDIR=temporary["stock"]),
-            ForkedServer([*flags, *shift], log["ours"], TMPDIR=temporary["ours"]),
-        )
-    stock = {"SGLANG_PLUGINS": "none", "SGLANG_PLATFORM": "sgl_shift_cpu", "TMPDIR": temporary["stock"]}
-    return (
-        Server([PYTHON, "-m", "sglang.launch_server", *flags], log["stock"], **stock),
-        Server([PYTHON, "-m", "sgl_shift.launch_server", *flags, *shift], log["ours"], TMPDIR=temporary["ours"]),
-    )
+
+    def start(name: str, flags: list[str], plugin: bool) -> Server:
+        temporary = folder / name
+        temporary.mkdir()
+        return ForkedServer(flags, folder / f"{name}.log", plugin=plugin, TMPDIR=str(temporary), **NO_STACKS)
+
+    return start("stock", flags, plugin=False), start("ours", [*flags, *shift], plugin=True)
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +268,7 @@ def rank(session: int, number: int) -> int:
 
 
 def killed_under_load(server: Server) -> Any:
-    threads, seen = streams(server, 6, 900)
+    threads, seen = streams(server, 6, 100)  # as many as the pool takes at once
     os.kill(rank(server.process.pid, 1), signal.SIGKILL)
     for thread in threads:
         thread.join(60)
@@ -287,7 +282,7 @@ def killed_while_idle(server: Server) -> Any:
 @pytest.mark.long
 @pytest.mark.parametrize("fault", [killed_under_load, killed_while_idle], ids=lambda f: f.__name__)
 def test_a_server_with_a_rank_that_dies(fault, checkpoint, tmp_path):
-    pair = serve(checkpoint(DENSE), tmp_path, forked=False)
+    pair = serve(checkpoint(DENSE), tmp_path)
     try:
         stock, ours = (end(server.wait(), server.log.with_suffix(""), fault) for server in pair)
     finally:
@@ -351,7 +346,7 @@ def test_a_rank_that_fails_in_a_base_forward_ends_the_engine_as_in_stock(fault, 
         "in_rank": in_the_middle(fault),
         "watchdog_timeout": 6,
         "chunked_prefill_size": 256,
-        "environment": {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"},  # takes longer than all the rest
+        "environment": NO_STACKS,
     }
     stock = ending(start(DENSE, 2, plugin=False, **arguments))
     ours = start(DENSE, 2, sp_size=2, shift_threshold=100, **arguments)
