@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -21,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.servers import Server
 
 # Before SGLang is imported: it picks its platform then, and OpenMP its threads.
 os.environ.update(
@@ -87,6 +91,8 @@ class Host:
             target=_serve, args=(theirs, arguments, plugin, in_rank, environment or {}, log), name="engine-host"
         )
         self._process.start()
+        assert self._process.pid is not None
+        self.session = self._process.pid  # of this engine's processes
         theirs.close()
         self._receive(STARTUP_SECONDS)
 
@@ -159,17 +165,7 @@ def _serve(
     environment: dict[str, str],
     log: Path | None,
 ) -> None:
-    os.setsid()
-    if log is not None:
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)  # not pytest's
-    os.environ.update(environment)
-    if not plugin:
-        os.environ["SGLANG_PLUGINS"] = "none"
-    start_method = multiprocessing.set_start_method
-    multiprocessing.set_start_method = lambda method, force=False: start_method("fork", force=True)  # type: ignore
+    _settle(plugin, environment, log)
 
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.managers.scheduler import run_scheduler_process
@@ -198,6 +194,73 @@ def _serve(
             pipe.send((False, error))
     engine.shutdown()
     _end()
+
+
+def _settle(plugin: bool, environment: dict[str, str], log: Path | None) -> None:
+    """Make a fresh fork the first process of an engine or a server."""
+    from sglang.srt.utils import kill_itself_when_parent_died
+
+    os.setsid()
+    kill_itself_when_parent_died()  # a test run that is killed leaves no engine behind, nor does a host its ranks
+    if log is not None:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)  # not pytest's
+    os.environ.update(environment)
+    tempfile.tempdir = None  # TMPDIR may be new
+    if not plugin:
+        os.environ["SGLANG_PLUGINS"] = "none"
+    start_method = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method, force=False: start_method("fork", force=True)  # type: ignore
+
+
+class ForkedServer(Server):
+    """A server that starts as quickly: what a user's command runs, in a fork. ``flags`` are the command's.
+
+    The HTTP layer is imported in the fork, not before: the plugin's hooks come first, as in a user's command.
+    """
+
+    def __init__(self, flags: list[str], log: Path, *, plugin: bool = True, **environment: str) -> None:
+        import_sglang()
+        self.prepare(log)
+        arguments = [*flags, "--port", str(self.port)]
+        process = multiprocessing.get_context("fork").Process(
+            target=_run_server, args=(arguments, plugin, environment, log), name="server"
+        )
+        process.start()
+        self.process = _Popen(process)  # type: ignore[assignment]
+
+
+class _Popen:
+    """As much of ``subprocess.Popen`` as :class:`Server` uses."""
+
+    def __init__(self, process: Any) -> None:
+        self.forked, self.pid = process, process.pid
+
+    def poll(self) -> int | None:
+        return self.forked.exitcode
+
+    def wait(self, seconds: float) -> int:
+        self.forked.join(seconds)
+        if self.forked.exitcode is None:
+            raise subprocess.TimeoutExpired("server", seconds)
+        return self.forked.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+def _run_server(arguments: list[str], plugin: bool, environment: dict[str, str], log: Path) -> None:
+    _settle(plugin, environment, log)
+    if plugin:
+        from sgl_shift.launch_server import main
+
+        sys.exit(main(arguments))
+    import runpy
+
+    sys.argv = ["sglang.launch_server", *arguments]
+    runpy.run_module("sglang.launch_server", run_name="__main__")
 
 
 def _end() -> None:

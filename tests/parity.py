@@ -42,11 +42,11 @@ def run(host: Host, requests: Requests, logprob_start_len: int = 0) -> list[dict
 
 def simplify(answer: dict[str, Any]) -> dict[str, Any]:
     meta = answer["meta_info"]
-    tops = meta["output_top_logprobs"]
+    tops = meta.get("output_top_logprobs", ())  # these three are absent where no logprobs were asked for
     return {
         "tokens": answer["output_ids"],
-        "prompt_logprobs": [p for p, *_ in meta["input_token_logprobs"] if p is not None],
-        "logprobs": [p for p, *_ in meta["output_token_logprobs"]],
+        "prompt_logprobs": [p for p, *_ in meta.get("input_token_logprobs", ()) if p is not None],
+        "logprobs": [p for p, *_ in meta.get("output_token_logprobs", ())],
         "margins": [top[0][0] - top[1][0] for top in tops],
         "cached": meta["cached_tokens"],
         "finish": meta["finish_reason"]["type"],

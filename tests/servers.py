@@ -22,11 +22,7 @@ class Server:
     """A command that serves HTTP; ready when SGLang says that it is."""
 
     def __init__(self, command: list[str], log: Path, **environment: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = log
+        self.prepare(log)
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 [*command, "--port", str(self.port)],
@@ -35,6 +31,13 @@ class Server:
                 env={**users_environment(), **environment},
                 start_new_session=True,
             )
+
+    def prepare(self, log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
 
     def wait(self) -> Server:
         deadline = time.monotonic() + READY_SECONDS
@@ -46,7 +49,7 @@ class Server:
         return self
 
     def text(self) -> str:
-        return self.log.read_text(errors="replace")
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> requests.Response:
         return requests.post(self.url + path, json=body, headers=headers, timeout=300)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.parity import simplify
@@ -17,14 +17,16 @@ class Arrival:
     max_new_tokens: int
     after: int = 0
     abort_at: int | None = None  # abort once so many tokens have come
+    logprob_start_len: int | None = 0  # -1: of the output only; None: no logprobs at all
+    sampling: dict[str, Any] = field(default_factory=dict)
 
 
 def play(engine: Any, arrivals: list[Arrival]) -> list[dict[str, Any]]:
     """Run in the host (``Host.call``): every answer, in the order of ``arrivals``; aborted ones as far as they came."""
-    return engine.loop.run_until_complete(_play(engine, arrivals))
+    return engine.loop.run_until_complete(play_in_loop(engine, arrivals))
 
 
-async def _play(engine: Any, arrivals: list[Arrival]) -> list[dict[str, Any]]:
+async def play_in_loop(engine: Any, arrivals: list[Arrival]) -> list[dict[str, Any]]:
     started = 0
     progress = asyncio.Condition()
 
@@ -36,9 +38,9 @@ async def _play(engine: Any, arrivals: list[Arrival]) -> list[dict[str, Any]]:
         last: dict[str, Any] = {}
         stream = await engine.async_generate(
             input_ids=arrival.prompt,
-            sampling_params={"temperature": 0, "max_new_tokens": arrival.max_new_tokens},
-            return_logprob=True,
-            logprob_start_len=0,
+            sampling_params={"temperature": 0, "max_new_tokens": arrival.max_new_tokens, **arrival.sampling},
+            return_logprob=arrival.logprob_start_len is not None,
+            logprob_start_len=arrival.logprob_start_len,
             top_logprobs_num=2,
             stream=True,
             rid=rid,
