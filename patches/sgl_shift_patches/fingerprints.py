@@ -78,6 +78,8 @@ RELIED_ON: dict[str, str] = {
     f"{_SRT}.layers.quantization.unquant.get_bf16_gemm_backend": "weights.cut_of: which takes strided weights",
     f"{_SRT}.layers.moe.fused_moe_triton.layer.FusedMoE": "weights.cut_of",
     f"{_SRT}.layers.dual_gemm.DualGemm": "weights: off in the base model",
+    f"{_SRT}.utils.common.is_cuda": "weights.refuse",
+    f"{_SRT}.utils.common.is_cpu": "weights.refuse",
     **{
         f"{_SRT}.models.{mlp}.forward": "weights.GATED_MLPS"
         for mlp in (

@@ -98,16 +98,20 @@ SEPARATE_VARIABLE = "SGL_SHIFT_SEPARATE_WEIGHTS"
 
 
 def refuse(stock: nn.Module) -> None:
-    """Raise :class:`CannotShareError` where asked for, and for a model with quantized layers, before a base model is
-    made in vain."""
+    """Raise :class:`CannotShareError` where asked for, and for weights that are no longer as they were loaded
+    (``process_weights_after_loading``), before a base model is made in vain."""
     from sglang.srt.layers.quantization.unquant import (
         UnquantizedEmbeddingMethod,
         UnquantizedFusedMoEMethod,
         UnquantizedLinearMethod,
     )
+    from sglang.srt.utils import is_cpu, is_cuda
 
     if os.environ.get(SEPARATE_VARIABLE, "0") not in ("", "0"):
         raise CannotShareError(f"{SEPARATE_VARIABLE} asks for it")
+    device = next(stock.parameters()).device.type
+    if not (is_cuda() or (device == "cpu" and not is_cpu())):  # is_cpu: SGLang's own CPU engine, which packs for AMX
+        raise CannotShareError(f"weights may be re-arranged for the kernels of this platform ({device})")
     plain = (UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod, UnquantizedLinearMethod)
     for path, module in stock.named_modules():
         method = getattr(module, "quant_method", None)
@@ -161,6 +165,7 @@ def _cut_of_experts(stock: Any, name: str) -> Cut:
         or method.use_triton_kernels
         or method.use_flashinfer_trtllm_moe
         or method.use_flashinfer_cutlass
+        or method.w13_swiglu_interleaved
     ):
         raise CannotShareError("the expert weights have been re-arranged for their kernel")
     rows = stock.intermediate_size_per_partition
