@@ -129,12 +129,12 @@ def asked_for(arguments: Any) -> list[Feature]:
 # What SGLang 0.5.23 itself gets wrong or cannot run, seen while comparing with it.
 STOCK_LIMITS: tuple[str, ...] = (
     "`Llama4ForCausalLM`: the experts of such a checkpoint are never loaded (`llama4.py` inherits "
-    "`llama.py:load_weights`), so it answers at random. `Llama4ForConditionalGeneration`, as the released checkpoints are "
-    "named, loads them",
+    "`llama.py:load_weights`), so it answers at random. `Llama4ForConditionalGeneration`, as the released checkpoints "
+    "are named, loads them",
     "Olmo2 with fewer KV heads than ranks: its norm of K over all heads does not expect replicated ones",
     "a token id outside of the vocabulary ends a server without TP; with TP it embeds to zeros, and so it does here",
-    "on a CPU, replaced in the tests by torch for stock and for this alike (`tests/families.py`): Qwen2-MoE's shared-expert "
-    "gate, Gemma2's soft cap, Llama4's router weight on the input, gpt-oss' experts and sinks, pinned memory of LoRA; "
+    "on a CPU, replaced in the tests by torch for stock and for this alike (`tests/families.py`): Qwen2-MoE's "
+    "shared-expert gate, Gemma2's soft cap, Llama4's router weight on the input, gpt-oss' experts and sinks, pinned memory of LoRA; "
     "and Llama4's norm of Q and K, which is bfloat16 only, is left out",
 )
 
