@@ -134,8 +134,8 @@ STOCK_LIMITS: tuple[str, ...] = (
     "Olmo2 with fewer KV heads than ranks: its norm of K over all heads does not expect replicated ones",
     "a token id outside of the vocabulary ends a server without TP; with TP it embeds to zeros, and so it does here",
     "on a CPU, replaced in the tests by torch for stock and for this alike (`tests/families.py`): Qwen2-MoE's "
-    "shared-expert gate, Gemma2's soft cap, Llama4's router weight on the input, gpt-oss' experts and sinks, pinned memory of LoRA; "
-    "and Llama4's norm of Q and K, which is bfloat16 only, is left out",
+    "shared-expert gate, Gemma2's soft cap, Llama4's router weight on the input, gpt-oss' experts and sinks, pinned "
+    "memory of LoRA; and Llama4's norm of Q and K, which is bfloat16 only, is left out",
 )
 
 
