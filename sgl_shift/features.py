@@ -61,9 +61,9 @@ FEATURES: tuple[Feature, ...] = (
     Feature("`--config` files, `sglang serve`, Engine, environment variables", WORKS, "test_server.py"),
     Feature("LoRA: batches in which a request has an adapter", TO_TP, "test_features.py", option="enable_lora"),
     Feature("LoRA: all other batches", WORKS, "test_features.py"),
-    Feature("Weight updates at run time: from disk, from tensors", WORKS, "test_weights.py"),
+    Feature("Weight updates at run time: from disk, from tensors, distributed", WORKS, "test_weights.py"),
     Feature(
-        "Weight updates at run time: distributed, IPC (checkpoint-engine), remote",
+        "Weight updates at run time: IPC (checkpoint-engine), remote",
         EXPECTED,
         read="managers/scheduler_components/weight_updater.py: written into the stock model, gathered when complete",
     ),

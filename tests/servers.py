@@ -18,6 +18,12 @@ PYTHON = sys.executable
 READY_SECONDS = 300
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class Server:
     """A command that serves HTTP; ready when SGLang says that it is."""
 
@@ -33,9 +39,7 @@ class Server:
             )
 
     def prepare(self, log: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import random
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.families import FAMILIES, GPT_OSS, LLAMA4, OLMO2, QWEN2_MOE, attentio
 from tests.hosting import HostDied
 from tests.parity import Requests
 from tests.probes import Probe
+from tests.servers import free_port
 from tests.test_features import PROMPTS, greedy
 
 
@@ -260,6 +262,30 @@ def _update_from_tensors(engine: Any, tensors: list[tuple[str, torch.Tensor]], l
     run(manager.end_weight_update(EndWeightUpdateReqInput(), None))
 
 
+def _trainer(port: int, world_size: int, tensors: list[torch.Tensor]) -> None:
+    """Rank 0 of a group whose other ranks are the engine's: broadcasts weights, as a trainer does."""
+    from sglang.srt.utils import init_custom_process_group
+
+    address = f"tcp://127.0.0.1:{port}"
+    group = init_custom_process_group("gloo", address, world_size=world_size, rank=0, group_name="trainer")
+    for tensor in tensors:
+        torch.distributed.broadcast(tensor, src=0, group=group)
+
+
+def _update_from_trainer(engine: Any, port: int, world: int, tensors: dict[str, torch.Tensor]) -> None:
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+
+    manager, run = engine.tokenizer_manager, engine.loop.run_until_complete
+    engine.init_weights_update_group("127.0.0.1", port, 1, world + 1, "trainer", backend="gloo")
+    run(manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+    shapes = [list(tensor.shape) for tensor in tensors.values()]
+    success, message = engine.update_weights_from_distributed(
+        list(tensors), ["float32"] * len(tensors), shapes, group_name="trainer"
+    )
+    assert success, message
+    run(manager.end_weight_update(EndWeightUpdateReqInput(), None))
+
+
 def _check_weights(engine: Any, action: str) -> Any:
     """The checksum of all ranks, if it was asked for. Comparing with a snapshot needs a GPU in stock SGLang as well."""
     from sglang.srt.managers.io_struct import CheckWeightsReqInput
@@ -309,6 +335,17 @@ def test_updates_reach_both_configurations(world, sp, start, checkpoint):
     assert not host.call(_update_from_disk, "/nowhere")[0]
     serves(NEW)
     host.call(_update_from_tensors, list(weights(DENSE).items()))
+    serves(DENSE)
+
+    new, port = weights(NEW), free_port()
+    trainer = multiprocessing.get_context("fork").Process(
+        target=_trainer, args=(port, world + 1, list(new.values())), daemon=True
+    )
+    trainer.start()
+    host.call(_update_from_trainer, port, world, new)
+    trainer.join()
+    serves(NEW)
+    assert host.call(_update_from_disk, str(checkpoint(DENSE)))[0]
     serves(DENSE)
     checksum = host.call(_check_weights, "checksum")
 
