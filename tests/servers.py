@@ -19,9 +19,12 @@ READY_SECONDS = 300
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    while True:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        if port + 10_000 < 1 << 16:  # SGLang derives others from it, such as that of gRPC
+            return port
 
 
 class Server:
