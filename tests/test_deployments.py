@@ -104,6 +104,15 @@ def until_it_has_workers(router: Server, workers: int) -> None:
         time.sleep(0.5)
 
 
+def until_it_answers(channel: grpc.Channel, server: Server) -> None:
+    ready, deadline = grpc.channel_ready_future(channel), time.monotonic() + READY_SECONDS
+    while True:
+        with contextlib.suppress(grpc.FutureTimeoutError):
+            return ready.result(timeout=2)
+        assert server.process.poll() is None, server.text()[-4000:]
+        assert time.monotonic() < deadline, server.text()[-4000:]
+
+
 def test_grpc(checkpoint, stock, tmp_path):
     server = Server(
         [PYTHON, "-m", "sglang.launch_server", "--model-path", str(checkpoint(WORDS)), *ARGUMENTS, "--smg-grpc-mode"],
@@ -114,7 +123,7 @@ def test_grpc(checkpoint, stock, tmp_path):
     )
     try:
         channel = grpc.insecure_channel(f"127.0.0.1:{server.port}")
-        grpc.channel_ready_future(channel).result(timeout=300)
+        until_it_answers(channel, server)
         stub = sglang_scheduler_pb2_grpc.SglangSchedulerStub(channel)
         for length, expected in stock.items():
             request = sglang_scheduler_pb2.GenerateRequest(
