@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,11 +20,10 @@ READY_SECONDS = 300
 
 
 def free_port() -> int:
+    """Below those that the kernel hands out, which SGLang takes while it starts, and so are those that it derives."""
     while True:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        if port + 10_000 < 1 << 16:  # SGLang derives others from it, such as that of gRPC
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port := random.randrange(12_000, 22_000)))
             return port
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-import grpc
 import pytest
 import requests
-from smg_grpc_proto import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc
 
 from tests.checkpoints import DENSE, VOCAB, Tiny
 from tests.servers import PYTHON, READY_SECONDS, Server, run
@@ -104,13 +104,22 @@ def until_it_has_workers(router: Server, workers: int) -> None:
         time.sleep(0.5)
 
 
-def until_it_answers(channel: grpc.Channel, server: Server) -> None:
-    ready, deadline = grpc.channel_ready_future(channel), time.monotonic() + READY_SECONDS
-    while True:
-        with contextlib.suppress(grpc.FutureTimeoutError):
-            return ready.result(timeout=2)
-        assert server.process.poll() is None, server.text()[-4000:]
-        assert time.monotonic() < deadline, server.text()[-4000:]
+def ask_over_grpc(port: int, lengths: list[int], answers: Any) -> None:
+    """In a process of its own: gRPC starts threads, and a process that has any cannot be forked for engines."""
+    import grpc
+    from smg_grpc_proto import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc
+
+    channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+    grpc.channel_ready_future(channel).result(timeout=READY_SECONDS)
+    stub = sglang_scheduler_pb2_grpc.SglangSchedulerStub(channel)
+    for length in lengths:
+        request = sglang_scheduler_pb2.GenerateRequest(
+            request_id=str(length),
+            tokenized=sglang_scheduler_pb2.TokenizedInput(input_ids=prompt(length)),
+            sampling_params=sglang_scheduler_pb2.SamplingParams(**SAMPLING),
+        )
+        *_, last = stub.Generate(request, timeout=120)
+        answers.send(list(last.complete.output_ids))
 
 
 def test_grpc(checkpoint, stock, tmp_path):
@@ -121,22 +130,22 @@ def test_grpc(checkpoint, stock, tmp_path):
         SMG_SGLANG_SERVICER_WARMUP="0",
         **CPU,
     )
+    fork = multiprocessing.get_context("fork")
+    answers, theirs = fork.Pipe(duplex=False)
+    client = fork.Process(target=ask_over_grpc, args=(server.port, list(stock), theirs))
+    client.start()
+    theirs.close()
     try:
-        channel = grpc.insecure_channel(f"127.0.0.1:{server.port}")
-        until_it_answers(channel, server)
-        stub = sglang_scheduler_pb2_grpc.SglangSchedulerStub(channel)
-        for length, expected in stock.items():
-            request = sglang_scheduler_pb2.GenerateRequest(
-                request_id=str(length),
-                tokenized=sglang_scheduler_pb2.TokenizedInput(input_ids=prompt(length)),
-                sampling_params=sglang_scheduler_pb2.SamplingParams(**SAMPLING),
-            )
-            *_, last = stub.Generate(request, timeout=120)
-            assert list(last.complete.output_ids) == expected
+        for expected in stock.values():
+            while not answers.poll(1):
+                assert server.process.poll() is None, server.text()[-4000:]
+            assert answers.recv() == expected
         log = server.text()
         for configuration in ("base", "shift"):
             assert f"configuration: {configuration}, cpu graph" in log
     finally:
+        client.kill()
+        client.join()
         server.close()
 
 
