@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, cast, get_args
@@ -66,6 +67,11 @@ OPTIONS: dict[str, tuple[str, str]] = {
     "shift_mode": ("--shift-mode", "SGL_SHIFT_MODE"),
     "shift_allow_untested_model": ("--shift-allow-untested-model", "SGL_SHIFT_ALLOW_UNTESTED_MODEL"),
 }
+
+
+def switched_on(variable: str) -> bool:
+    """Whether a variable of the environment that is a plain switch is set, to anything but 0."""
+    return os.environ.get(variable, "0") not in ("", "0")
 
 
 def resolve(given: Mapping[str, Any], environ: Mapping[str, str]) -> ShiftConfig:

@@ -80,23 +80,15 @@ def test_a_weight_cut_along_columns(copy):
 
 def inspect_weights(scheduler: Any) -> dict[str, Any]:
     """Compare the base stack with one that is read from the checkpoint; write through it and look at the TP weights."""
-    from sglang.srt.model_executor.model_runner_components.load_model_utils import load_model_with_memory_saver
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import _resolve_transformer_layer_model as stack
 
     from sgl_shift.weights import weight_bytes
-    from sgl_shift_patches import state, weights
+    from sgl_shift_patches import model_runner, state, weights
 
     runner, shift = scheduler.tp_worker.model_runner, state.current()
-    with shift.base_scope(), weights.padded_as(shift.layout.world_size):
-        fresh = load_model_with_memory_saver(
-            model_config=runner.model_config,
-            load_config=runner.load_config,
-            device=runner.device,
-            gpu_id=runner.gpu_id,
-            memory_saver_adapter=runner.memory_saver_adapter,
-            is_draft_worker=False,
-        ).model
-    expected = dict(stack(fresh).named_parameters())
+    with weights.padded_as(shift.layout.world_size):
+        fresh = model_runner.read_again(runner, shift)
+    expected = dict(fresh.named_parameters())
     base = dict(shift.base_model[0].named_parameters())
     cuts = {id(weight.base): weight for weight in shift.shared}
     differ, separate = [], []
@@ -132,7 +124,7 @@ def inspect_weights(scheduler: Any) -> dict[str, Any]:
         "unseen": unseen,
         "unloaded": unloaded,
         "outside": sum(p.numel() * p.element_size() for p in outside.values() if p.data_ptr() not in inside),
-        "fresh": weight_bytes([stack(fresh)]),
+        "fresh": weight_bytes([fresh]),
         **shift.report()["weight_bytes"],
     }
 

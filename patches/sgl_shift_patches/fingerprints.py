@@ -10,13 +10,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import os
 import sys
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from sgl_shift.config import switched_on
 from sgl_shift_patches import registry
 from sgl_shift_patches.sources import Tree
 
@@ -171,7 +171,7 @@ def verify() -> None:
         return
     lines = "".join(f"\n  {state}: {target}" for target, state in differ.items())
     message = f"this SGLang differs from release {registry.SGLANG_VERSION} in what Shift Parallelism relies on:{lines}"
-    if os.environ.get(ALLOW_VARIABLE, "0") not in ("", "0"):
+    if switched_on(ALLOW_VARIABLE):
         logger.warning("%s\n%s is set: going on, at the risk of wrong answers", message, ALLOW_VARIABLE)
         return
     raise registry.HookError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sgl_shift.config import ShiftConfig
+from sgl_shift.config import ShiftConfig, switched_on
 from sgl_shift.forward import ShiftParallel
 from sgl_shift.layout import Layout
 from sgl_shift.policy import Configuration
@@ -99,7 +98,7 @@ def make_groups(config: ShiftConfig) -> ShiftParallel:
 
 def debugging() -> bool:
     """Whether every step is compared over the ranks before it runs; slow, for finding out."""
-    return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+    return switched_on(DEBUG_VARIABLE)
 
 
 def warm_up(sp: SpGroup, base_tp: Any, layout: Layout, device: torch.device) -> None:

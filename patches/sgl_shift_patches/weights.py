@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sgl_shift.config import switched_on
 from sgl_shift.forward import ShiftParallel
 from sgl_shift.storage import Cut, Part, SharedWeight, natural_order
 
@@ -107,7 +107,7 @@ def refuse(stock: nn.Module) -> None:
     )
     from sglang.srt.utils import is_cpu, is_cuda
 
-    if os.environ.get(SEPARATE_VARIABLE, "0") not in ("", "0"):
+    if switched_on(SEPARATE_VARIABLE):
         raise CannotShareError(f"{SEPARATE_VARIABLE} asks for it")
     device = next(stock.parameters()).device.type
     if not (is_cuda() or (device == "cpu" and not is_cpu())):  # is_cpu: SGLang's own CPU engine, which packs for AMX
