@@ -63,7 +63,11 @@ def shared_files(session: int) -> set[Path]:
         with contextlib.suppress(OSError):
             files |= set(re.findall(r"/dev/shm/\S+(?=\n)", (proc / "maps").read_text()))
             files |= {os.readlink(descriptor) for descriptor in (proc / "fd").iterdir()}
-        files |= {str(path) for path in SHARED.glob(f"*_{process.pid}*")}  # named after their maker
+        # Named after their maker: not those of another number that begins alike, nor of an earlier bearer of this one.
+        named = re.compile(rf".*_{process.pid}(_|$)")
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            born = process.create_time() - 1
+            files |= {str(file) for file in SHARED.iterdir() if named.match(file.name) and file.stat().st_mtime > born}
     return {Path(file) for file in files if file.startswith(f"{SHARED}/") and Path(file).exists()}
 
 
