@@ -112,6 +112,12 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("Quantized checkpoints: block FP8", WORKS, "test_quantization.py"),
     Feature(
+        "Quantized checkpoints: FP8 a channel (compressed-tensors) or a tensor",
+        EXPECTED,
+        run="test_quantization.py",
+        read="only what is loaded is run: stock has no CPU kernel for them; fp8_kernel.py, fp8_utils.py",
+    ),
+    Feature(
         "Quantized checkpoints: other schemes",
         EXPECTED,
         read="loader.py: loaded twice, as for two TP degrees, both of which must be legal for the scheme; stock runs "

@@ -33,7 +33,7 @@ class Recorded:
         self.shards = shards
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        output.copy_(self.shards.reshape(-1))
+        output.view(self.shards.dtype).copy_(self.shards.reshape(-1))
 
 
 @settings(deadline=None)
@@ -60,6 +60,12 @@ def test_a_layer_shard_by_shard_puts_out_what_a_layer_part_by_part_does(describe
     torch.testing.assert_close(natural_order(x @ base.T, parts, sp_size), x @ expected.T)
     base[:] = 3.0
     assert (tp == 3).all()
+    tp.data = torch.full_like(tp, 4.0)  # as process_weights_after_loading does
+    shards[rank % sp_size] = 4.0
+    weight.gather(Recorded(shards))
+    assert (tp == 4).all()
+    base[:] = 5.0
+    assert (tp == 5).all()
 
 
 @pytest.mark.parametrize("copy", ["", "a kernel wants it"])
@@ -90,7 +96,7 @@ def inspect_weights(scheduler: Any) -> dict[str, Any]:
         fresh = model_runner.read_again(runner, shift)
     expected = dict(fresh.named_parameters())
     base = dict(shift.base_model[0].named_parameters())
-    cuts = {id(weight.base): weight for weight in shift.shared}
+    cuts = {id(weight.base.parameter): weight for weight in shift.shared}
     differ, separate = [], []
     for name, parameter in base.items():
         weight = cuts[id(parameter)]
@@ -99,7 +105,7 @@ def inspect_weights(scheduler: Any) -> dict[str, Any]:
             ours = assemble(parameter.view(shift.layout.sp_size, -1, *parameter.shape[1:]), weight.cut)
         if ours.shape != expected[name].shape or not torch.equal(ours, expected[name]):
             differ.append(name)
-        if weight.tp.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+        if weight.tp.data.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
             separate.append(name)
     # Memory that nobody has written holds zeros, or anything.
     unloaded = [
@@ -107,13 +113,13 @@ def inspect_weights(scheduler: Any) -> dict[str, Any]:
         for name, p in base.items()
         if not p.isfinite().all() or p.abs().max() > 1e3 or (p == 0).float().mean() > (0.5 if "embed" in name else 0.1)
     ]
-    before = {id(weight): weight.tp.clone() for weight in shift.shared}
+    before = {id(weight): weight.tp.data.clone() for weight in shift.shared}
     unseen = []
     for name, parameter in base.items():
         weight = cuts[id(parameter)]
         old = parameter.clone()
         parameter += 1.0
-        if not torch.equal(weight.tp, before[id(weight)] + 1.0) and name not in separate:
+        if not torch.equal(weight.tp.data, before[id(weight)] + 1.0) and name not in separate:
             unseen.append(name)
         parameter.copy_(old)
     outside = dict(runner.model.named_parameters())

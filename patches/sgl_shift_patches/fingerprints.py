@@ -28,6 +28,7 @@ ALLOW_VARIABLE = "SGL_SHIFT_ALLOW_CHANGED_SGLANG"
 _SRT = "sglang.srt"
 _GROUP = f"{_SRT}.distributed.parallel_state"
 _CONTROL = f"{_SRT}.managers.scheduler_components.internal_state"
+_FP8 = f"{_SRT}.layers.quantization.compressed_tensors.schemes.compressed_tensors_w8a8_fp8"
 _RUNNER = f"{_SRT}.model_executor"
 
 # Not hooked, but called or followed: target -> what for.
@@ -78,6 +79,13 @@ RELIED_ON: dict[str, str] = {
     f"{_SRT}.layers.quantization.unquant.get_bf16_gemm_backend": "weights.cut_of: which takes strided weights",
     f"{_SRT}.layers.moe.fused_moe_triton.layer.FusedMoE": "weights.cut_of",
     f"{_SRT}.layers.dual_gemm.DualGemm": "weights: off in the base model",
+    f"{_SRT}.layers.quantization.fp8_activation.DenseSiluAndMulQuant": "weights: off in the base model",
+    f"{_SRT}.layers.quantization.kv_cache.BaseKVCacheMethod": "weights.is_quantized: the stock layer's",
+    f"{_SRT}.layers.quantization.fp8.Fp8LinearMethod": "weights: how weights lie as loaded",
+    f"{_SRT}.layers.quantization.fp8.Fp8MoEMethod": "weights: how weights lie as loaded",
+    f"{_FP8}.CompressedTensorsW8A8Fp8": "weights: how weights lie as loaded",
+    f"{_FP8}_moe.CompressedTensorsW8A8Fp8MoE": "weights: how weights lie as loaded",
+    f"{_SRT}.model_loader.loader.DefaultModelLoader.postprocess_weights": "processes the base model's weights",
     f"{_SRT}.utils.common.is_cuda": "weights.refuse",
     f"{_SRT}.utils.common.is_cpu": "weights.refuse",
     **{

@@ -6,8 +6,10 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sgl_shift.forward import TOKEN_DIM, Batch, ShiftParallel
@@ -25,10 +27,13 @@ AUX_CAPTURE = ("layers_to_capture", "capture_aux_hidden_states", "_is_layer_to_c
 
 def load_model(stock_load: Callable[..., None], runner: Any) -> None:
     """Around ``ModelRunner.load_model``. Runs before the KV pool is sized, so the pool takes what both models leave."""
-    stock_load(runner)
     shift = state.current()
     if shift is None or runner.is_draft_worker:
+        stock_load(runner)
         return
+    loading.runner = runner if shift.config.loads_base else None
+    stock_load(runner)
+    loading.runner = None
     model = runner.model_config
     original = getattr(model.hf_config, "original_num_attention_heads", model.num_attention_heads)
     if shift.config.loads_base and original != model.num_attention_heads:
@@ -69,16 +74,57 @@ def load_base_model(runner: Any, shift: ShiftParallel) -> nn.Module:
 
 def on_shared_storage(runner: Any, shift: ShiftParallel) -> nn.Module | None:
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import _resolve_transformer_layer_model
+    from sglang.srt.model_loader.loader import DefaultModelLoader
 
+    if shift.why_separate:  # found out while it was loaded
+        return None
     stock_stack = _resolve_transformer_layer_model(runner.model)
+    stack, loading.base = loading.base, None
     try:
-        weights.refuse(stock_stack)
-        stack = _resolve_transformer_layer_model(weights.build(runner, shift))  # LM head and the like are gone now
+        if stack is None:
+            weights.refuse(stock_stack, as_loaded=False)
+            # LM head and the like are gone with the rest of the model.
+            stack = _resolve_transformer_layer_model(weights.build(runner, shift))
+        else:
+            with shift.base_scope():
+                DefaultModelLoader.postprocess_weights(stack, torch.device(runner.device))
         weights.share(shift, stack, stock_stack)
     except weights.CannotShareError as why:
         shift.why_separate = str(why)
         return None
     return stack
+
+
+@dataclass
+class Loading:
+    """What is loading a model, and the base stack that has got its weights in the middle of that."""
+
+    runner: Any = None
+    base: nn.Module | None = None
+
+
+loading = Loading()
+
+
+def gather_as_loaded(_result: None, model: nn.Module, _weights: Any, _target_device: Any) -> None:
+    """After ``DefaultModelLoader.load_weights_only``. What ``process_weights_after_loading`` makes of quantized weights
+    does not concatenate; what was loaded does."""
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import _resolve_transformer_layer_model
+
+    shift, runner = state.current(), loading.runner
+    if shift is None or runner is None:
+        return
+    stock_stack = _resolve_transformer_layer_model(model)
+    if not any(weights.is_quantized(module) for module in stock_stack.modules()):
+        return
+    try:
+        weights.refuse(stock_stack, as_loaded=True)
+        stack = _resolve_transformer_layer_model(weights.build(runner, shift))
+        weights.gather_as_loaded(shift, stack, stock_stack)
+    except weights.CannotShareError as why:
+        shift.why_separate = str(why)
+    else:
+        loading.base = stack
 
 
 def read_again(runner: Any, shift: ShiftParallel) -> nn.Module:

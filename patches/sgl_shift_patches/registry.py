@@ -95,6 +95,12 @@ RANK: tuple[Hook, ...] = (
         "loads the base model beside the stock one and puts the decision in front of both",
     ),
     Hook(
+        f"{_SRT}.model_loader.loader.DefaultModelLoader.load_weights_only",
+        "after",
+        model_runner.gather_as_loaded,
+        "quantized weights are gathered for the base model before they are processed",
+    ),
+    Hook(
         f"{_SRT}.model_executor.model_runner.ModelRunner.init_attention_backends",
         "after",
         model_runner.mirror_aux_capture,
