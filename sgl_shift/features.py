@@ -97,6 +97,14 @@ FEATURES: tuple[Feature, ...] = (
         read="mem_cache/hicache_*, disaggregation/*: they copy KV pool rows, which equal stock's in every slot",
         option="enable_hierarchical_cache",
     ),
+    Feature(
+        "Memory released and resumed (`--enable-memory-saver`)",
+        EXPECTED,
+        run="test_weights.py",
+        read="without the memory saver, which needs a GPU, it runs; SchedulerWeightUpdaterManager: the weights lie in "
+        "its region, as stock's",
+        option="enable_memory_saver",
+    ),
     Feature("FP8 and bfloat16 KV caches", WORKS, "test_quantization.py"),
     Feature(
         "Scales of an FP8 KV cache",

@@ -18,7 +18,7 @@ from torch import nn
 from sgl_shift.storage import Cut, Part, SharedWeight, assemble, natural_order
 from tests import parity
 from tests.checkpoints import DENSE, FEW_KV_HEADS, MOE, Tiny
-from tests.families import FAMILIES, GPT_OSS, LLAMA4, OLMO2, QWEN2_MOE, attention_with_sinks, stand_ins
+from tests.families import FAMILIES, GEMMA3, GPT_OSS, LLAMA4, OLMO2, QWEN2_MOE, attention_with_sinks, stand_ins
 from tests.hosting import HostDied
 from tests.parity import Requests
 from tests.probes import Probe
@@ -191,6 +191,52 @@ def test_weights_that_cannot_be_shared_are_read_again(start):
     assert "asks for it" in info["separate_weights"]
     assert info["weight_bytes"]["resident"] > 1.4 * info["weight_bytes"]["base"]
     assert host.call(_update_from_disk, "/nowhere") == [False, True]
+
+
+def forget_buffers(scheduler: Any) -> int:
+    """What releasing the memory of weights does to buffers of both models."""
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import _resolve_transformer_layer_model as stack
+
+    from sgl_shift_patches import state
+
+    stock = stack(scheduler.tp_worker.model_runner.model)
+    own = set()
+    for model in (stock, *state.current().base_model):
+        for buffer in model.buffers():
+            own ^= {buffer.data_ptr()}
+            buffer.zero_()
+    return len(own)
+
+
+def _release(engine: Any) -> None:
+    engine.release_memory_occupation()
+
+
+def _resume(engine: Any) -> None:
+    engine.resume_memory_occupation()
+
+
+def test_released_memory_comes_back_to_both_configurations(start, tmp_path):
+    """Buffers, that is: the CPU has no memory saver that would take the weights."""
+    probe = Probe(tmp_path, forget_buffers)
+
+    def in_rank(rank: int) -> None:
+        probe.install(rank)
+        torch.get_device_module = lambda *_: torch.cpu  # SGLang synchronizes it, and torch sees CUDA, without a GPU
+
+    host = start(GEMMA3, 2, sp_size=2, in_rank=in_rank)
+    expected = {}
+    for mode in ("sp", "tp"):
+        host.set(mode=mode)
+        host.flush_cache()
+        expected[mode] = host.call(_answers)
+    host.call(_release)
+    assert all(rank["extra"] for rank in host.probe(tmp_path))  # the base model has buffers of its own
+    host.call(_resume)
+    for mode in ("sp", "tp"):
+        host.set(mode=mode)
+        host.flush_cache()
+        assert host.call(_answers) == expected[mode]
 
 
 class SmallVocabulary(Tiny):

@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,25 +75,43 @@ def load_base_model(runner: Any, shift: ShiftParallel) -> nn.Module:
 
 def on_shared_storage(runner: Any, shift: ShiftParallel) -> nn.Module | None:
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import _resolve_transformer_layer_model
-    from sglang.srt.model_loader.loader import DefaultModelLoader
 
     if shift.why_separate:  # found out while it was loaded
         return None
     stock_stack = _resolve_transformer_layer_model(runner.model)
     stack, loading.base = loading.base, None
     try:
-        if stack is None:
-            weights.refuse(stock_stack, as_loaded=False)
-            # LM head and the like are gone with the rest of the model.
-            stack = _resolve_transformer_layer_model(weights.build(runner, shift))
-        else:
-            with shift.base_scope():
-                DefaultModelLoader.postprocess_weights(stack, torch.device(runner.device))
-        weights.share(shift, stack, stock_stack)
+        with _memory_saver_region(runner):
+            return _share(runner, shift, stock_stack, stack)
     except weights.CannotShareError as why:
         shift.why_separate = str(why)
         return None
+
+
+def _share(runner: Any, shift: ShiftParallel, stock_stack: nn.Module, stack: nn.Module | None) -> nn.Module:
+    """The base stack; ``stack`` where it has been loaded and awaits processing."""
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import _resolve_transformer_layer_model
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    if stack is None:
+        weights.refuse(stock_stack, as_loaded=False)
+        # LM head and the like are gone with the rest of the model.
+        stack = _resolve_transformer_layer_model(weights.build(runner, shift))
+    else:
+        with shift.base_scope():
+            DefaultModelLoader.postprocess_weights(stack, torch.device(runner.device))
+    weights.share(shift, stack, stock_stack)
     return stack
+
+
+def _memory_saver_region(runner: Any) -> AbstractContextManager[None]:
+    """As ``load_model_with_memory_saver``: what is allocated inside goes when weights are released."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
+    region: AbstractContextManager[None] = runner.memory_saver_adapter.region(
+        GPU_MEMORY_TYPE_WEIGHTS, enable_cpu_backup=runner.server_args.enable_weights_cpu_backup
+    )
+    return region
 
 
 @dataclass

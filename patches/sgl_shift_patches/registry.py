@@ -193,6 +193,18 @@ RANK: tuple[Hook, ...] = (
         )
         for method in ("update_weights_from_disk", "update_weights_from_ipc", "end_weight_update")
     ),
+    *(
+        Hook(
+            f"{_SRT}.managers.scheduler_components.weight_updater.{target}",
+            "around",
+            function,
+            "buffers of the base model outlive a release of the weights' memory",
+        )
+        for target, function in (
+            ("_export_static_state", weight_updater.export_static_state),
+            ("_import_static_state", weight_updater.import_static_state),
+        )
+    ),
     Hook(
         f"{_SRT}.model_executor.model_runner.ModelRunner.check_weights",
         "around",
