@@ -107,6 +107,30 @@ RANK: tuple[Hook, ...] = (
         "EAGLE3 and captures without a draft read hidden states of inner layers",
     ),
     Hook(
+        f"{_SRT}.distributed.parallel_state.graph_capture",
+        "around",
+        groups.graph_capture,
+        "collectives of the base configuration are captured with PyNccl and custom all-reduce",
+    ),
+    *(
+        Hook(
+            f"{_SRT}.model_executor.runner.{target}",
+            "around",
+            model_runner.in_both_configurations,
+            "kernels are tuned for the GEMMs of both configurations",
+        )
+        for target in (
+            "base_runner.BaseRunner._flashinfer_autotune",
+            "flashinfer_autotune.maybe_flashinfer_autotune_extend",
+        )
+    ),
+    Hook(
+        f"{_SRT}.model_executor.model_runner.ModelRunner.init_cuda_graphs",
+        "after",
+        model_runner.warm_up_base,
+        "compiles the kernels of the base configuration before requests come",
+    ),
+    Hook(
         f"{_SRT}.model_executor.model_runner.ModelRunner.forward",
         "around",
         model_runner.forward,
