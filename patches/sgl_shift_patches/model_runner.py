@@ -224,16 +224,17 @@ def describe(runner: Any, arguments: dict[str, Any]) -> Batch:
     """What a call of the decoder stack asks for, in the core's terms."""
     from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
 
-    forward_batch = arguments["forward_batch"]
+    forward_batch, captured = arguments["forward_batch"], get_is_capture_mode()
     given = {name: value for name, value in arguments.items() if value is not None and name != "forward_batch"}
     name = next(name for name in TOKEN_DIM if name in given)
     return Batch(
         arguments=arguments,
         num_tokens=given[name].shape[TOKEN_DIM[name]],
         # An argument that is not known to have a row a token could not be cut into slices.
-        base_can_run=can_run_in_base(forward_batch) and given.keys() <= TOKEN_DIM.keys(),
+        base_can_run=can_run_in_base(forward_batch, adapters=captured and runner.server_args.enable_lora)
+        and given.keys() <= TOKEN_DIM.keys(),
         rows=functools.partial(rows_after_prefill, runner, forward_batch),
-        captured_as=graph_kind(forward_batch) if get_is_capture_mode() else "",
+        captured_as=graph_kind(forward_batch) if captured else "",
     )
 
 
@@ -251,16 +252,19 @@ def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[s
     return bound
 
 
-def can_run_in_base(forward_batch: Any) -> bool:
-    """Batches that the base model can take. All of these are host facts, the same on every rank."""
+def can_run_in_base(forward_batch: Any, *, adapters: bool) -> bool:
+    """Batches that the base model can take. All of these are host facts, the same on every rank.
+
+    Args:
+        adapters: a graph is captured, which will replay batches with LoRA adapters as well.
+    """
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
-    from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
 
     return (
         forward_batch.forward_mode
         in (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
-        # LoRA adapters are on the stock model's layers alone. Of a graph it is not known which batches it will replay.
-        and not any(adapter is not None or get_is_capture_mode() for adapter in forward_batch.lora_ids or ())
+        # LoRA adapters are on the stock model's layers alone.
+        and not (adapters or any(adapter is not None for adapter in forward_batch.lora_ids or ()))
     )
 
 
