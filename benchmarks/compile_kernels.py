@@ -8,7 +8,8 @@ cuobjdump finds in the cubin. Nothing is run: this says nothing about speed.
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import hashlib
+import inspect
 import json
 import re
 import subprocess
@@ -17,81 +18,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from sgl_shift.layout import HeadLayout, Layout
+from benchmarks.shapes import LLAMA, LLAMA_FP8, LLAMA_FP32, ODD, QWEN
 from sgl_shift_kernels import triton_kernels
 from sgl_shift_kernels.triton_kernels import Launch
 
 TARGETS = {"sm_80": 80, "sm_90a": 90, "sm_100a": 100}
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Attention of a model on P ranks with SP degree sp: sizes of the buffers that the kernels see."""
-
-    name: str
-    world: int
-    sp: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def layout(self) -> HeadLayout:
-        return HeadLayout(Layout(self.world, self.sp), self.heads, self.kv_heads)
-
-    def fused_qkv(self, rows: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v [rows, heads, head_dim] of a base rank, as the slices of one output that SGLang makes them."""
-        heads, kv_heads = self.heads // self.layout.layout.tp_size, self.layout.base_kv_heads
-        fused = torch.zeros(rows, (heads + 2 * kv_heads) * self.head_dim, dtype=torch.float32, device=device)
-        parts = fused.to(self.dtype).split([n * self.head_dim for n in (heads, kv_heads, kv_heads)], dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        return q, k, v
-
-    @property
-    def widths(self) -> tuple[int, int, int]:
-        """Widths of q, k and v behind the exchange."""
-        layout = self.layout
-        q, kv = layout.heads_per_rank * self.head_dim, layout.kv_heads_per_rank * self.head_dim
-        return q, kv, kv
-
-    def launches(self, rows: int = 8) -> dict[str, Launch]:
-        """Each kernel with the arguments that a batch of ``sp * rows - 1`` tokens gives it."""
-        q, k, v = self.fused_qkv(rows)
-        sp, tokens = self.sp, self.sp * rows - 1
-        send, pack_qkv = triton_kernels.plan_pack_qkv(q, k, v, sp, self.layout.kv_head_map)
-        query, _k, _v, unpack_qkv = triton_kernels.plan_unpack_qkv(send, tokens, *self.widths)
-        back, pack_output = triton_kernels.plan_pack_output(query, sp, rows)
-        _output, unpack_output = triton_kernels.plan_unpack_output(back)
-        return {
-            "pack_qkv": pack_qkv,
-            "unpack_qkv": unpack_qkv,
-            "pack_output": pack_output,
-            "unpack_output": unpack_output,
-        }
-
-
-SHAPES = (
-    Shape("Llama-3.3-70B, P=8 SP=8", 8, 8, 64, 8, 128, torch.bfloat16),
-    Shape("Qwen3-30B-A3B, P=8 SP=8, KV heads replicated", 8, 8, 32, 4, 128, torch.bfloat16),
-    Shape("Llama-3.3-70B, P=8 SP=4, fp8", 8, 4, 64, 8, 128, torch.float8_e4m3fn),
-    Shape("Llama-3.3-70B, P=8 SP=8, float32", 8, 8, 64, 8, 128, torch.float32),
-    Shape("odd: P=4 SP=4, 4 heads of 5", 4, 4, 4, 1, 5, torch.bfloat16),
-)
+SHAPES = (LLAMA, QWEN, LLAMA_FP8, LLAMA_FP32, ODD)
 
 
 def compile_launch(launch: Launch, capability: int) -> dict[str, Any]:
     """Compile what ``launch`` would compile on a GPU of this capability; what it takes.
 
     Returns:
-        registers, spill_stores and spill_loads in bytes (ptxas), stack and shared in bytes (cuobjdump), cubin bytes,
+        registers, spill_stores and spill_loads in bytes (ptxas), stack and shared in bytes (cuobjdump),
         load_bits and store_bits: the narrowest global access of a thread in the kernel (128 is the most there is).
     """
     target = GPUTarget("cuda", capability, 32)
@@ -106,7 +53,6 @@ def compile_launch(launch: Launch, capability: int) -> dict[str, Any]:
         **_ptxas(ptx, capability),
         **_cubin(cubin),
         "dynamic_shared": compiled.metadata.shared,
-        "cubin": len(cubin),
         "load_bits": _narrowest(ptx, "ld"),
         "store_bits": _narrowest(ptx, "st"),
     }
@@ -153,7 +99,7 @@ def _narrowest(ptx: str, instruction: str) -> int:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Markdown: one row a kernel and shape, one column a target."""
+    """Markdown: registers / bytes spilled / bytes of shared memory / bits of the narrowest global access."""
     targets = list(TARGETS)
     lines = [f"| shape | kernel | {' | '.join(targets)} |", "|---|---|" + "---|" * len(targets)]
     rows: dict[tuple[str, str], dict[str, str]] = {}
@@ -170,23 +116,29 @@ def table(results: list[dict[str, Any]]) -> str:
 def compile_all(log: Callable[[str], None] = print) -> dict[str, Any]:
     results = []
     for shape in SHAPES:
-        for kernel, launch in shape.launches().items():
+        for kernel, (launch, _bytes) in shape.launches(rows=8).items():
             for name, capability in TARGETS.items():
                 results.append({"shape": shape.name, "kernel": kernel, "target": name})
                 results[-1] |= compile_launch(launch, capability)
                 log(f"{shape.name}: {kernel} for {name}")
-    return {"triton": triton.__version__, "torch": torch.__version__, "results": results}
+    return {"triton": triton.__version__, "kernels": digest(), "results": results}
+
+
+def digest() -> str:
+    """Of the kernels' sources and their tile: results belong to kernels as they were."""
+    kernels = [f for f in vars(triton_kernels).values() if isinstance(f, triton.runtime.JITFunction)]
+    sources = "".join(inspect.getsource(kernel.fn) for kernel in kernels)
+    return hashlib.sha256(f"{sources}{triton_kernels.TILE}".encode()).hexdigest()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, help="a JSON file; the table goes beside it, as Markdown")
+    parser.add_argument("--output", type=Path, help="a JSON file")
     options = parser.parse_args()
     found = compile_all()
     print(table(found["results"]))
     if options.output:
         options.output.write_text(json.dumps(found, indent=1) + "\n")
-        options.output.with_suffix(".md").write_text(table(found["results"]))
 
 
 if __name__ == "__main__":
