@@ -16,20 +16,14 @@ from hypothesis import strategies as st
 from sgl_shift.layout import HeadLayout, Layout, LayoutError
 from sgl_shift_kernels import launchers, pack_output, pack_qkv, reference, triton_kernels, unpack_output, unpack_qkv
 from sgl_shift_kernels.triton_kernels import WORDS, Launch, Tile
+from tests.interpreter import interpreted_kernels
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def interpreter() -> Iterator[None]:
-    """The kernels of this module interpreted, as TRITON_INTERPRET would have it if set before the first import."""
-    from triton.runtime import JITFunction
-    from triton.runtime.interpreter import InterpretedFunction
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, function in list(vars(triton_kernels).items()):
-            if isinstance(function, JITFunction):
-                patch.setattr(triton_kernels, name, InterpretedFunction(function.fn))
+    with interpreted_kernels():
         yield
 
 
