@@ -1,6 +1,7 @@
 """What one GPU can say: ``python -m benchmarks.gpu_single --output benchmarks/results/gpu-single-<date>.json``.
 
-Needs a CUDA device, torch, Triton and FlashInfer; not SGLang. Ends within six minutes, prints tables, writes JSON.
+Needs a CUDA device, torch, Triton and FlashInfer; not SGLang (``pip install --no-deps -e .`` is enough beside them).
+Ends within six minutes, prints tables, writes JSON. What it measures, ``docs/gpu.md`` says.
 
 * kernels: pack and unpack around the all-to-alls against a contiguous copy of the same bytes, by CUDA graph replay;
 * gemms: the column slices that row-parallel TP weights are (``docs/weights.md``) against contiguous weights;
@@ -16,12 +17,15 @@ import argparse
 import importlib.util
 import json
 import math
+import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +71,8 @@ def by_graph_replay(calls: Sequence[Callable[[], Any]], replays: int = 7) -> flo
         end.record()
         end.synchronize()
         seen.append(start.elapsed_time(end) * 1e-3)
-    return statistics.median(seen[2:]) / (times * len(calls))
+    seconds: float = statistics.median(seen[2:])
+    return seconds / (times * len(calls))
 
 
 def kernels(timer: Timer, device: str, shapes: Sequence[Shape], sizes: Sequence[int]) -> Iterator[Row]:
@@ -119,13 +124,14 @@ def kernels_are_right(shape: Shape, rows: int, device: str) -> dict[str, bool]:
 
 
 def _same(mine: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(*(t.contiguous().view(WORDS[t.element_size()]) for t in (mine, right)))
+    word = WORDS[right.element_size()]
+    return bool(torch.equal(mine.contiguous().view(word), right.contiguous().view(word)))
 
 
 def contiguous_copies(moved: int, count: int, device: str) -> list[Callable[[], Any]]:
     """Copies that read and write ``moved`` bytes together."""
     pairs = [tuple(torch.empty(moved // 2, dtype=torch.uint8, device=device) for _ in range(2)) for _ in range(count)]
-    return [lambda to=to, source=source: to.copy_(source) for to, source in pairs]
+    return [partial(to.copy_, source) for to, source in pairs]
 
 
 def _sets(size: int) -> int:
@@ -149,7 +155,7 @@ def gemms(
         for count in rows:
             x = torch.randn(count, width, device=device, dtype=dtype)
             times = {
-                kind: timer([lambda w=w, x=x: F.linear(x, w) for w in weights])
+                kind: timer([partial(F.linear, x, weight) for weight in weights])
                 for kind, weights in (("strided", slices), ("contiguous", copies))
             }
             difference = (F.linear(x, slices[0]) - F.linear(x, copies[0])).abs().max().item()
@@ -220,14 +226,18 @@ def ranks(attention: Any, device: str, which: Sequence[Case]) -> Iterator[Row]:
             "page": case.page_size,
             "KV": str(case.kv_dtype).removeprefix("torch."),
         }
-        yield {**about, **check(case, attention, device)}
+        try:
+            yield {**about, **check(case, attention, device)}
+        except Exception as error:  # one case that FlashInfer refuses is a result, the others are still wanted
+            yield {**about, "ok": False, "failed": f"{type(error).__name__}: {error}"}
 
 
 def compile_flashinfer(attention: FlashInferAttention) -> None:
     """Plan all cases once: FlashInfer compiles what it then calls."""
     for tokens in (2, 1):  # prefill, decode
         counts = torch.tensor([0, tokens]), torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([tokens])
-        pages = Pages(*(count.to(torch.int32) for count in counts), page_size=16)
+        qo_indptr, kv_indptr, kv_indices, last = (count.to(torch.int32) for count in counts)
+        pages = Pages(qo_indptr, kv_indptr, kv_indices, last, page_size=16)
         for case in cases():
             heads, kv_heads = case.layout.heads_per_rank, case.layout.kv_heads_per_rank
             attention.plan(pages, heads, kv_heads, case.head_dim, (case.dtype, case.kv_dtype))
@@ -256,25 +266,33 @@ def run_part(name: str, seconds: float) -> tuple[list[tuple[str, Row]], str]:
             code = process.wait(max(seconds, 0))
             ended = f"{name} ended with exit code {code}" if code else ""
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
             alone = f"python -m benchmarks.gpu_single --part {name}"
             ended = f"{name} was stopped after {seconds:.0f} s; alone it may take as long as it needs: {alone}"
+        finally:
+            stop(process)
         # A row that was being written when the process was stopped has no end of line.
         return [tuple(json.loads(line)) for line in found if line.endswith("\n")], ended
 
 
 def start_part(name: str, *more: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "benchmarks.gpu_single", "--part", name, *more])
+    command = [sys.executable, "-m", "benchmarks.gpu_single", "--part", name, *more]
+    return subprocess.Popen(command, start_new_session=True)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a part with all that it started: FlashInfer's compilers."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown, a column a key."""
-    if not rows:
-        return ""
-    lines = [f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|"]
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [f"| {' | '.join(keys)} |", "|---" * len(keys) + "|"]
     for row in rows:
-        cells = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()]
+        values = [row.get(key, "") for key in keys]
+        cells = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in values]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -317,13 +335,14 @@ def main() -> None:
     tables: dict[str, list[Row]] = {}
     incomplete = []
     compiling = start_part("compile")
-    for name, seconds in SECONDS.items():
-        found, ended = run_part(name, min(seconds, TOGETHER - (time.perf_counter() - started)))
-        for target, row in found:
-            tables.setdefault(target, []).append(row)
-        incomplete += [ended] if ended else []
-    compiling.kill()
-    compiling.wait()
+    try:
+        for name, seconds in SECONDS.items():
+            found, ended = run_part(name, min(seconds, TOGETHER - (time.perf_counter() - started)))
+            for target, row in found:
+                tables.setdefault(target, []).append(row)
+            incomplete += [ended] if ended else []
+    finally:
+        stop(compiling)
     results = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,

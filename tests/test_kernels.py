@@ -210,9 +210,13 @@ def test_what_the_launchers_refuse(call, says):
         call()
 
 
-def test_triton_serves_cuda_and_the_reference_everything_else():
-    assert launchers._implementation(SimpleNamespace(is_cuda=True)) is triton_kernels
+def test_triton_serves_cuda_and_the_reference_everything_else(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    on = [SimpleNamespace(is_cuda=True, get_device=lambda device=device: device) for device in (0, 1)]
+    assert launchers._implementation(on[1]) is triton_kernels
     assert launchers._implementation(Q) is reference
+    with pytest.raises(ValueError, match=r"on cuda:0 .* current device, cuda:1; call torch.cuda.set_device\(0\) first"):
+        launchers._implementation(on[0])
 
 
 def test_a_cpu_needs_no_triton():
@@ -231,3 +235,15 @@ assert pack_qkv(torch.ones(3, 4, 8), torch.ones(3, 1, 8), torch.ones(3, 1, 8), 2
 def test_without_padding_the_output_is_sent_from_where_it_is():
     output = torch.empty(6, 5)
     assert pack_output(output, 2, 3).data_ptr() == output.data_ptr()
+
+
+def test_offsets_beyond_32_bits():
+    """Three rows 1 GiB apart, hardly touched: the stride fits in 32 bits, the last offset does not."""
+    apart = 2**30 + 64
+    memory = torch.empty(2 * apart + 16, dtype=torch.uint8)
+    rows = memory.as_strided((3, 16), (apart, 1)).copy_(random_bits(torch.float8_e5m2, 3, 16).view(torch.uint8))
+    output = rows.view(torch.float8_e5m2)
+    assert torch.equal(bits(triton_kernels.pack_output(output, 2, 2)), bits(reference.pack_output(output, 2, 2)))
+    q = output.unflatten(1, (2, 8))
+    mine = triton_kernels.pack_qkv(q, q, q, 2, [[0], [1]])
+    assert torch.equal(bits(mine), bits(reference.pack_qkv(q, q, q, 2, [[0], [1]])))

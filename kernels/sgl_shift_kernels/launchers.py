@@ -131,6 +131,12 @@ def _need(holds: bool, otherwise: str) -> None:
 def _implementation(tensor: torch.Tensor) -> Any:
     if not tensor.is_cuda:
         return reference
+    device, current = tensor.get_device(), torch.cuda.current_device()
+    _need(
+        device == current,
+        f"the tensors are on cuda:{device} and kernels are launched on the current device, cuda:{current}; "
+        f"call torch.cuda.set_device({device}) first",
+    )
     from sgl_shift_kernels import triton_kernels  # a CPU needs no Triton
 
     return triton_kernels
