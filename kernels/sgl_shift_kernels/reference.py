@@ -64,4 +64,4 @@ def pack_output(output: torch.Tensor, sp_size: int, rows: int) -> torch.Tensor:
 
 def unpack_output(received: torch.Tensor) -> torch.Tensor:
     """Received [sp, n, width], block s being the s-th part of the heads, as contiguous [n, sp * width]."""
-    return received.transpose(0, 1).reshape(received.shape[1], -1)
+    return received.transpose(0, 1).flatten(1)
