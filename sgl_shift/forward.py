@@ -7,7 +7,7 @@ is translated by ``sgl_shift_patches.model_runner``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from sgl_shift.config import Settings, ShiftConfig
-from sgl_shift.exchange import Group, gather_heads, gather_rows, scatter_heads
+from sgl_shift.exchange import CountedGroup, Group, gather_heads, gather_rows, scatter_heads
 from sgl_shift.layout import HeadLayout, Layout, Slice
 from sgl_shift.policy import Configuration, choose
-from sgl_shift.stats import Stats
+from sgl_shift.stats import Exporter, Stats
 from sgl_shift.storage import SharedWeight
 
 # Arguments of a decoder stack that have one row a token, and the dimension in which they have it. mrope positions are
@@ -56,6 +56,7 @@ class ShiftParallel:
     # Debug mode: compares what the ranks are about to do and raises on the first difference.
     agree: Callable[[Configuration, int], None] | None = None
     stats: Stats = field(default_factory=Stats)
+    exporter: Exporter | None = None
     base_model: list[nn.Module] = field(default_factory=list)  # in a list, or it would become part of a module tree
     heads: HeadLayout | None = None
     shared: list[SharedWeight] = field(default_factory=list)
@@ -66,6 +67,7 @@ class ShiftParallel:
 
     def __post_init__(self) -> None:
         self.settings = self.config.settings
+        self.sp_group = CountedGroup(self.sp_group, self.layout.sp_size, self.stats)
 
     @property
     def in_base(self) -> bool:
@@ -84,10 +86,14 @@ class ShiftParallel:
         if self.agree is not None:
             self.agree(configuration, batch.num_tokens)
         if batch.num_tokens:
-            self.stats.record(configuration, batch.num_tokens)
-        if configuration is Configuration.SHIFT:
-            return stock(**batch.arguments)
-        return self._run_base(base, batch)
+            self.stats.record(configuration, batch.num_tokens, self._padding(configuration, batch.num_tokens))
+        with span(configuration):
+            if configuration is Configuration.SHIFT:
+                return stock(**batch.arguments)
+            return self._run_base(base, batch)
+
+    def _padding(self, configuration: Configuration, num_tokens: int) -> int:
+        return -num_tokens % self.layout.sp_size if configuration is Configuration.BASE else 0
 
     def _run_base(self, base: Callable[..., Any], batch: Batch) -> Any:
         """Algorithm 1: this rank's slice of the batch through the base model, then the needed rows, gathered."""
@@ -141,6 +147,12 @@ class ShiftParallel:
             "separate_weights": self.why_separate,
             **self.stats.to_dict(),
         }
+
+
+def span(configuration: Configuration) -> AbstractContextManager[Any]:
+    """A span in the trace that is being recorded, if one is."""
+    recording = torch.autograd._profiler_enabled()
+    return torch.profiler.record_function(f"shift_parallel[{configuration}]") if recording else nullcontext()
 
 
 def _take(tensor: torch.Tensor, dim: int, part: Slice) -> torch.Tensor:

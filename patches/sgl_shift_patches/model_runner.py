@@ -6,11 +6,12 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
-from sgl_shift.forward import TOKEN_DIM, Batch, ShiftParallel
+from sgl_shift.forward import TOKEN_DIM, Batch, ShiftParallel, span
 from sgl_shift.layout import HeadLayout, LayoutError
 from sgl_shift.policy import Configuration
 from sgl_shift.weights import weight_bytes
@@ -224,12 +225,16 @@ def rows_after_prefill(runner: Any, forward_batch: Any) -> Sequence[int] | None:
 
 
 def forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``ModelRunner.forward``: a graph replays without our code, and what it replays is stock."""
+    """Around ``ModelRunner.forward``: times the step, and counts what a graph replays: our code does not run then, and
+    what is replayed is stock."""
     shift = state.current()
     if shift is None or runner.is_draft_worker:
         return original(runner, forward_batch, *args, **kwargs)
     before = shift.stats.total
-    output = original(runner, forward_batch, *args, **kwargs)
-    if shift.stats.total == before and not forward_batch.forward_mode.is_idle():
-        shift.stats.record(Configuration.SHIFT, forward_batch.input_ids.shape[0])
+    with nullcontext() if shift.exporter is None else shift.exporter.step():
+        output = original(runner, forward_batch, *args, **kwargs)
+        if shift.stats.total == before and not forward_batch.forward_mode.is_idle():
+            shift.stats.record(Configuration.SHIFT, forward_batch.input_ids.shape[0])
+            with span(Configuration.SHIFT):  # a mark in the trace, right after the step that it is about
+                pass
     return output
