@@ -1,0 +1,177 @@
+"""What a server shows: its Prometheus endpoint, its log lines and its traces, against a workload that is counted by hand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import time
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import requests
+
+from tests.checkpoints import FEW_KV_HEADS, VOCAB
+from tests.hosting import ForkedServer
+from tests.servers import Server
+
+WORLD, LOG_INTERVAL, THRESHOLD, FLOAT = 2, 4, 8, 4
+MODEL = replace(FEW_KV_HEADS, name="qwen3-1kv", kv_heads=1)  # one KV head, which both ranks keep
+TP_ARGUMENTS = ["--tp-size", str(WORLD), "--sp-size", str(WORLD), "--shift-threshold", str(THRESHOLD)]
+
+
+def serve(model, folder, *more: str) -> ForkedServer:
+    flags = ["--model-path", str(model), *TP_ARGUMENTS, "--enable-metrics", "--skip-tokenizer-init"]
+    flags += ["--context-length", "2048", "--max-total-tokens", "4096", "--max-running-requests", "16"]
+    flags += ["--decode-log-interval", str(LOG_INTERVAL), "--skip-server-warmup", "--sleep-on-idle", *more]
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    return ForkedServer(flags, folder / "log", TMPDIR=str(temporary))
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, tmp_path_factory):
+    # Without the overlap schedule, which runs each request for a step more than it needs, or not, by the time it takes.
+    server = serve(checkpoint(MODEL), tmp_path_factory.mktemp("metrics"), "--disable-overlap-schedule")
+    try:
+        yield server.wait()
+    finally:
+        server.close()
+
+
+def ask(server: Server, length: int, new_tokens: int, **more: Any) -> None:
+    """A prompt that shares no prefix with another."""
+    ask.first = getattr(ask, "first", 0) + 1
+    prompt = [ask.first % VOCAB, *(1 + 7 * i % (VOCAB - 1) for i in range(length - 1))]
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens}
+    server.post("/generate", {"input_ids": prompt, "sampling_params": sampling, **more}).raise_for_status()
+
+
+def settings(server: Server, **changes: Any) -> None:
+    assert server.post("/set_internal_state", {"server_args": changes}).json() == [True]
+
+
+class Sample(NamedTuple):
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class Samples:
+    """``/metrics``, read once. Not with prometheus_client's parser: forked servers would inherit a client that was
+    imported before it could know that there are several processes."""
+
+    def __init__(self, server: Server) -> None:
+        text = requests.get(server.url + "/metrics", timeout=60).text
+        lines = re.findall(r"^([\w:]+)(?:\{(.*)\})? (\S+)$", text, re.MULTILINE)
+        self.all = [Sample(n, dict(re.findall(r'(\w+)="([^"]*)"', labels)), float(v)) for n, labels, v in lines]
+
+    def named(self, name: str, **labels: str) -> list[Sample]:
+        return [s for s in self.all if s.name == name and labels.items() <= s.labels.items()]
+
+    def __call__(self, name: str, **labels: str) -> float:
+        (sample,) = self.named(f"sglang:shift_{name}", **labels)
+        return sample.value
+
+    def per_configuration(self, name: str) -> tuple[float, float]:
+        return self(name, configuration="base"), self(name, configuration="shift")
+
+
+def test_counters_add_up_against_a_workload_counted_by_hand(server):
+    ask(server, 3, 1)  # the last step before was in the shift configuration
+    before, start = Samples(server), time.monotonic()
+    ask(server, 37, 5)  # base: 37 tokens and one of padding; then four decode steps in shift
+    ask(server, 5, 3)  # shift: 5 tokens, then two decode steps
+    ask(
+        server, 20, 2, return_logprob=True, logprob_start_len=0
+    )  # base: 20 tokens, all rows gathered; one step in shift
+    settings(server, shift_mode="sp")
+    ask(server, 3, 2)  # base: 3 tokens and one of padding, then a decode step of one token and one of padding
+    settings(server, shift_mode="shift")
+    after, wall = Samples(server), time.monotonic() - start
+
+    def grown(name: str, **labels: str) -> float:
+        return after(name, **labels) - before(name, **labels)
+
+    for name, base, shift in (
+        ("batches_total", 4, 4 + 3 + 1),
+        ("tokens_total", 37 + 20 + 3 + 1, 4 + 7 + 1),
+        ("step_seconds_count", 4, 8),
+    ):
+        assert (grown(name, configuration="base"), grown(name, configuration="shift")) == (base, shift), name
+    assert grown("padding_tokens_total") == 1 + 0 + 1 + 1
+    assert grown("switches_total") == 5  # to base, back, to base, back, to base
+
+    # Q, K, V and the output leave a rank for the others: all heads of its rows but its own block (paper, 1.8); each
+    # rank is sent the one KV head. Then rows of hidden states: the last one, all of a logprob or a decode batch.
+    heads = 2 * MODEL.heads + 2 * max(MODEL.kv_heads, WORLD)
+    rows = 19 + 10 + 2 + 1
+    exchanged = rows * heads * MODEL.head_dim * FLOAT * MODEL.layers * (WORLD - 1) // WORLD
+    assert grown("sent_bytes_total", collective="all_to_all") == exchanged
+    assert grown("sent_bytes_total", collective="all_gather") == (1 + 10 + 1 + 1) * MODEL.hidden * FLOAT * (WORLD - 1)
+
+    seconds = [grown("step_seconds_sum", configuration=c) for c in ("base", "shift")]
+    assert all(s > 0 for s in seconds)
+    assert sum(seconds) < wall
+    assert (after("kv_replication"), after("threshold")) == (2, THRESHOLD)
+
+    shown = server.info()["shift_parallel"]
+    assert shown["batches"] == dict(zip(("base", "shift"), after.per_configuration("batches_total"), strict=True))
+    assert shown["tokens"] == dict(zip(("base", "shift"), after.per_configuration("tokens_total"), strict=True))
+    assert shown["bytes_sent"] == {c: after("sent_bytes_total", collective=c) for c in ("all_to_all", "all_gather")}
+    assert (shown["padding_tokens"], shown["switches"]) == (after("padding_tokens_total"), after("switches_total"))
+
+
+def test_settings_are_exported_as_soon_as_they_are_in_force(server):
+    settings(server, shift_threshold=9, shift_mode="tp")
+    changed = Samples(server)
+    settings(server, shift_threshold=THRESHOLD, shift_mode="shift")
+    back = Samples(server)
+    assert (changed("threshold"), changed("mode", mode="tp"), changed("mode", mode="shift")) == (9, 1, 0)
+    assert (back("threshold"), back("mode", mode="tp"), back("mode", mode="shift")) == (THRESHOLD, 0, 1)
+
+
+def test_only_the_ranks_that_sglang_has_report_do_and_under_its_labels(server):
+    samples = Samples(server)
+    (theirs,) = samples.named("sglang:num_running_reqs")
+    assert theirs.labels.keys() == {"model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank"}
+    ours = [s for s in samples.all if s.name.startswith("sglang:shift_")]
+    for sample in ours:
+        own = sample.labels.keys() - {"configuration", "collective", "mode", "le"}
+        assert {name: sample.labels[name] for name in own} == theirs.labels, sample
+
+
+def test_decode_lines_show_the_share_of_steps_since_the_line_before(server):
+    def lines() -> list[str]:
+        return re.findall(r"Decode batch.*?configuration: (.*), cpu graph", server.text())
+
+    for _ in range(LOG_INTERVAL):  # up to the next line
+        seen = len(lines())
+        ask(server, 3, 2)
+        if len(lines()) > seen:
+            break
+    ask(server, 37, 1 + LOG_INTERVAL)
+    assert lines()[-1] == "shift, steps: base 20% shift 80%"
+    assert len(lines()) == seen + 2
+
+
+def test_profiler_traces_show_the_configuration_inside_each_step(server, tmp_path):
+    profile = {"output_dir": str(tmp_path), "activities": ["CPU"]}
+    server.post("/start_profile", profile).raise_for_status()
+    ask(server, 37, 3)
+    server.post("/stop_profile", {}).raise_for_status()
+    traces = sorted(tmp_path.rglob("*.trace.json.gz"))
+    assert len(traces) == WORLD
+    for path in traces:
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        named = {
+            kind: sorted((e for e in events if e.get("name", "").startswith(kind)), key=lambda e: e["ts"])
+            for kind in ("step[", "shift_parallel[")
+        }
+        steps, ours = named["step["], named["shift_parallel["]
+        assert [e["name"] for e in ours] == ["shift_parallel[base]", *["shift_parallel[shift]"] * 2]
+        assert [e["name"].split()[0] for e in steps] == ["step[EXTEND", "step[DECODE", "step[DECODE"]
+        for step, span in zip(steps, ours, strict=True):
+            assert step["ts"] <= span["ts"]
+            assert span["ts"] + span["dur"] <= step["ts"] + step["dur"]
