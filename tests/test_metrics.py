@@ -1,12 +1,17 @@
-"""What a server shows: its Prometheus endpoint, its log lines and its traces, against a workload that is counted by hand."""
+"""What a server shows: its Prometheus endpoint, its log lines and its traces, against a workload counted by hand."""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+import math
 import re
+import shutil
+import subprocess
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +19,7 @@ import requests
 
 from tests.checkpoints import FEW_KV_HEADS, VOCAB
 from tests.hosting import ForkedServer
-from tests.servers import Server
+from tests.servers import Server, free_port
 
 WORLD, LOG_INTERVAL, THRESHOLD, FLOAT = 2, 4, 8, 4
 MODEL = replace(FEW_KV_HEADS, name="qwen3-1kv", kv_heads=1)  # one KV head, which both ranks keep
@@ -83,9 +88,7 @@ def test_counters_add_up_against_a_workload_counted_by_hand(server):
     before, start = Samples(server), time.monotonic()
     ask(server, 37, 5)  # base: 37 tokens and one of padding; then four decode steps in shift
     ask(server, 5, 3)  # shift: 5 tokens, then two decode steps
-    ask(
-        server, 20, 2, return_logprob=True, logprob_start_len=0
-    )  # base: 20 tokens, all rows gathered; one step in shift
+    ask(server, 20, 2, return_logprob=True, logprob_start_len=0)  # base: 20 tokens, all rows gathered; a step in shift
     settings(server, shift_mode="sp")
     ask(server, 3, 2)  # base: 3 tokens and one of padding, then a decode step of one token and one of padding
     settings(server, shift_mode="shift")
@@ -143,17 +146,26 @@ def test_only_the_ranks_that_sglang_has_report_do_and_under_its_labels(server):
 
 
 def test_decode_lines_show_the_share_of_steps_since_the_line_before(server):
-    def lines() -> list[str]:
-        return re.findall(r"Decode batch.*?configuration: (.*), cpu graph", server.text())
+    def batches() -> list[str]:
+        return re.findall(r"(?:Decode|Prefill) batch.*?configuration: (.*), cpu graph", server.text())
 
-    for _ in range(LOG_INTERVAL):  # up to the next line
-        seen = len(lines())
-        ask(server, 3, 2)
-        if len(lines()) > seen:
-            break
-    ask(server, 37, 1 + LOG_INTERVAL)
-    assert lines()[-1] == "shift, steps: base 20% shift 80%"
-    assert len(lines()) == seen + 2
+    def decode_lines() -> list[int]:
+        return [i for i, line in enumerate(batches()) if "steps:" in line]
+
+    wanted = len(decode_lines()) + 4
+    for length in (3, 37):
+        ask(server, length, 1 + 2 * LOG_INTERVAL)
+    deadline = time.monotonic() + 30
+    while len(decode_lines()) < wanted:  # a line is printed after the step is answered
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    *_, first, _, _, last = decode_lines()
+    assert batches()[first + 1 : last + 1] == [
+        "shift, steps: base 0% shift 100%",
+        "base",  # the second prompt
+        f"shift, steps: base {1 / (1 + LOG_INTERVAL):.0%} shift {LOG_INTERVAL / (1 + LOG_INTERVAL):.0%}",
+        "shift, steps: base 0% shift 100%",
+    ]
 
 
 def test_profiler_traces_show_the_configuration_inside_each_step(server, tmp_path):
@@ -175,3 +187,78 @@ def test_profiler_traces_show_the_configuration_inside_each_step(server, tmp_pat
         for step, span in zip(steps, ours, strict=True):
             assert step["ts"] <= span["ts"]
             assert span["ts"] + span["dur"] <= step["ts"] + step["dur"]
+
+
+def queries() -> list[tuple[str, str]]:
+    """(panel, expression) of the dashboard, its variables filled in as Grafana does for "All"."""
+    dashboard = json.loads((Path(__file__).parent.parent / "docs/grafana/sgl-shift.json").read_text())
+    targets = [(panel["title"], target["expr"]) for panel in dashboard["panels"] for target in panel["targets"]]
+    values = {"$instance": ".*", "$model_name": ".*", "$__rate_interval": "4s"}
+    for variable, value in values.items():
+        targets = [(title, expression.replace(variable, value)) for title, expression in targets]
+    return targets
+
+
+def test_every_selector_of_the_dashboard_matches_what_a_server_exports(server):
+    samples = Samples(server)
+    shown = set()
+    for title, expression in queries():
+        assert "$" not in expression, title
+        selectors = re.findall(r"(sglang:\w+)\{(.*?)\}", expression)
+        assert len(selectors) == expression.count("sglang:") > 0, title
+        for name, labels in selectors:
+            equal = dict(re.findall(r'(\w+)="(.*?)"', labels))
+            among = {label for label, _ in re.findall(r'(\w+)=~"(.*?)"', labels)} - {"instance"}  # Prometheus' own
+            found = samples.named(name, **equal)
+            assert found, (title, name, labels)
+            assert all(among <= sample.labels.keys() for sample in found), (title, labels)
+            shown.add(name)
+    exported = {s.name for s in samples.all if s.name.startswith("sglang:shift_") and not s.name.endswith("_created")}
+    assert shown == exported
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Prometheus: apt-get install prometheus")
+def test_every_query_of_the_dashboard_returns_data_from_prometheus(server, tmp_path):
+    port = free_port()
+    job = {"job_name": "sglang", "static_configs": [{"targets": [server.url.removeprefix("http://")]}]}
+    config = {"global": {"scrape_interval": "1s"}, "scrape_configs": [job]}
+    (tmp_path / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+    options = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
+    command = ["prometheus", *options, f"--web.listen-address=127.0.0.1:{port}"]
+    with (tmp_path / "log").open("wb") as log:
+        prometheus = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def values(expression: str) -> list[float]:
+        answer = requests.get(f"http://127.0.0.1:{port}/api/v1/query", params={"query": expression}, timeout=10).json()
+        return [float(sample["value"][1]) for sample in answer["data"]["result"]]
+
+    try:
+        without = dict(queries())
+        deadline = time.monotonic() + 60
+        while without:
+            assert time.monotonic() < deadline, f"no data for {without}\n{(tmp_path / 'log').read_text()}"
+            for length in (37, 5):
+                ask(server, length, 3)
+            with contextlib.suppress(requests.ConnectionError):  # it is starting
+                without = {t: e for t, e in queries() if not any(math.isfinite(v) for v in values(e))}
+    finally:
+        prometheus.terminate()
+        prometheus.wait(30)
+
+
+@pytest.mark.long
+def test_replicas_and_all_ranks_report_under_labels_of_their_own(checkpoint, tmp_path):
+    server = serve(checkpoint(MODEL), tmp_path, "--dp-size", "2", "--enable-metrics-for-all-schedulers")
+    try:
+        server.wait()
+        for _ in range(4):  # round robin, so two for each replica
+            ask(server, 37, 1)
+        samples = Samples(server)
+        prefills = samples.named("sglang:shift_batches_total", configuration="base")
+        assert {(s.labels["dp_rank"], s.labels["tp_rank"]): s.value for s in prefills} == {
+            (dp, tp): 2 for dp in "01" for tp in "01"
+        }
+        tokens = samples.named("sglang:shift_tokens_total", configuration="base", tp_rank="0")
+        assert [s.value for s in tokens] == [2 * 37, 2 * 37]
+    finally:
+        server.close()

@@ -16,8 +16,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "torch_native"
 
     def get_torch_profiler_activity_str(self) -> str:
-        """A name that no ``/start_profile`` has among its activities: with "CPU", which SGLang knows without a platform,
-        ``utils/profile_utils.py:_ProfilerBase.create`` would start two profilers in one process."""
+        """A name that no ``/start_profile`` has among its activities. SGLang knows "CPU" without a platform; named here
+        as well, ``utils/profile_utils.py:_ProfilerBase.create`` would start two profilers in one process."""
         return "sgl_shift_cpu"
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
