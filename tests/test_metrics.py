@@ -204,15 +204,17 @@ def test_every_selector_of_the_dashboard_matches_what_a_server_exports(server):
     shown = set()
     for title, expression in queries():
         assert "$" not in expression, title
-        selectors = re.findall(r"(sglang:\w+)\{(.*?)\}", expression)
-        assert len(selectors) == expression.count("sglang:") > 0, title
-        for name, labels in selectors:
-            equal = dict(re.findall(r'(\w+)="(.*?)"', labels))
-            among = {label for label, _ in re.findall(r'(\w+)=~"(.*?)"', labels)} - {"instance"}  # Prometheus' own
-            found = samples.named(name, **equal)
-            assert found, (title, name, labels)
-            assert all(among <= sample.labels.keys() for sample in found), (title, labels)
-            shown.add(name)
+        selectors = re.findall(r"\{(.*?)\}", expression)
+        assert len(selectors) == expression.count("shift_") > 0, title
+        for selector in selectors:
+            equal = dict(re.findall(r'(\w+)="(.*?)"', selector))
+            match = dict(re.findall(r'(\w+)=~"(.*?)"', selector))
+            del match["instance"]  # Prometheus' own
+            name = match.pop("__name__")
+            found = [s for s in samples.all if re.fullmatch(name, s.name) and equal.items() <= s.labels.items()]
+            assert found, (title, selector)
+            assert all(re.fullmatch(match[label], s.labels[label]) for s in found for label in match), (title, selector)
+            shown |= {s.name for s in found}
     exported = {s.name for s in samples.all if s.name.startswith("sglang:shift_") and not s.name.endswith("_created")}
     assert shown == exported
 
@@ -233,14 +235,14 @@ def test_every_query_of_the_dashboard_returns_data_from_prometheus(server, tmp_p
         return [float(sample["value"][1]) for sample in answer["data"]["result"]]
 
     try:
-        without = dict(queries())
+        without = queries()
         deadline = time.monotonic() + 60
         while without:
             assert time.monotonic() < deadline, f"no data for {without}\n{(tmp_path / 'log').read_text()}"
             for length in (37, 5):
                 ask(server, length, 3)
             with contextlib.suppress(requests.ConnectionError):  # it is starting
-                without = {t: e for t, e in queries() if not any(math.isfinite(v) for v in values(e))}
+                without = [(t, e) for t, e in queries() if not any(math.isfinite(v) for v in values(e))]
     finally:
         prometheus.terminate()
         prometheus.wait(30)
