@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import http.server
 import json
 import math
 import re
 import shutil
 import subprocess
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +28,13 @@ MODEL = replace(FEW_KV_HEADS, name="qwen3-1kv", kv_heads=1)  # one KV head, whic
 TP_ARGUMENTS = ["--tp-size", str(WORLD), "--sp-size", str(WORLD), "--shift-threshold", str(THRESHOLD)]
 
 
-def serve(model, folder, *more: str) -> ForkedServer:
+def serve(model, folder, *more: str, **environment: str) -> ForkedServer:
     flags = ["--model-path", str(model), *TP_ARGUMENTS, "--enable-metrics", "--skip-tokenizer-init"]
     flags += ["--context-length", "2048", "--max-total-tokens", "4096", "--max-running-requests", "16"]
     flags += ["--decode-log-interval", str(LOG_INTERVAL), "--skip-server-warmup", "--sleep-on-idle", *more]
     temporary = folder / "tmp"
     temporary.mkdir()
-    return ForkedServer(flags, folder / "log", TMPDIR=str(temporary))
+    return ForkedServer(flags, folder / "log", TMPDIR=str(temporary), **environment)
 
 
 @pytest.fixture(scope="module")
@@ -264,3 +266,66 @@ def test_replicas_and_all_ranks_report_under_labels_of_their_own(checkpoint, tmp
         assert [s.value for s in tokens] == [2 * 37, 2 * 37]
     finally:
         server.close()
+
+
+@pytest.mark.long
+def test_request_traces_show_the_configuration_of_each_step(checkpoint, tmp_path):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="needs pip install 'sglang[tracing]'")
+    with Collector() as collector:
+        trace = ["--enable-trace", "--otlp-traces-endpoint", f"http://127.0.0.1:{collector.server_port}/v1/traces"]
+        server = serve(
+            checkpoint(MODEL),
+            tmp_path,
+            *trace,
+            "--disable-overlap-schedule",
+            OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="http/protobuf",
+        )
+        try:
+            server.wait()
+            ask(server, 37, 3)
+            deadline = time.monotonic() + 30
+            while len(collector.events) < 3 * WORLD:  # exported every few seconds
+                assert time.monotonic() < deadline, collector.events
+                time.sleep(0.1)
+        finally:
+            server.close()
+    expected = [("prefill_forward", "base"), *[("decode_loop", "shift")] * 2]
+    assert sorted(collector.events) == sorted(expected * WORLD)
+
+
+class Collector(http.server.ThreadingHTTPServer):
+    """Takes OTLP traces and keeps our events: (name of the span that one is in, configuration)."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", free_port()), Collector.Handler)
+        self.events: list[tuple[str, str]] = []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def __exit__(self, *exc: Any) -> None:
+        self.shutdown()
+        super().__exit__(*exc)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers.get("Content-Encoding") == "gzip":
+                body = gzip.decompress(body)
+            spans = [
+                span
+                for resource in ExportTraceServiceRequest.FromString(body).resource_spans
+                for scope in resource.scope_spans
+                for span in scope.spans
+            ]
+            self.server.events += [  # type: ignore[attr-defined]
+                (span.name, event.attributes[0].value.string_value)
+                for span in spans
+                for event in span.events
+                if event.name == "shift_parallel"
+            ]
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Not into the test's output."""
