@@ -7,6 +7,8 @@ import gzip
 import http.server
 import json
 import math
+import multiprocessing
+import os
 import re
 import shutil
 import subprocess
@@ -14,13 +16,19 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import requests
+import torch
 
+from sgl_shift.config import Settings, ShiftConfig
+from sgl_shift.forward import ShiftParallel
+from sgl_shift.layout import Layout
+from sgl_shift.policy import Configuration
 from tests.checkpoints import FEW_KV_HEADS, VOCAB
-from tests.hosting import ForkedServer
+from tests.hosting import ForkedServer, import_sglang
 from tests.servers import Server, free_port
 
 WORLD, LOG_INTERVAL, THRESHOLD, FLOAT = 2, 4, 8, 4
@@ -329,3 +337,75 @@ class Collector(http.server.ThreadingHTTPServer):
 
         def log_message(self, *_: Any) -> None:
             """Not into the test's output."""
+
+
+class Event:
+    """A device's event, passed when ``now`` is set to a later time."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Event.now + 1.0  # seconds after it was recorded
+
+    def query(self) -> bool:
+        return Event.now >= self.at
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at - self.at) * 1000
+
+
+def steps_on_a_device(folder: Path) -> list[tuple[float, ...]]:
+    """(base steps, base seconds, shift steps, shift seconds) after each of some events, as exported."""
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+    from prometheus_client import CollectorRegistry, multiprocess
+
+    from sgl_shift_patches import metrics
+
+    torch.get_device_module = lambda *_: SimpleNamespace(Event=Event)
+    shift = ShiftParallel(ShiftConfig(2, Settings()), Layout(2, 2), 0, None, contextlib.nullcontext)
+    labels = {"model_name": "m"}
+    collector = SimpleNamespace(labels=labels, _counter_cls=None, _gauge_cls=None, _histogram_cls=None)
+    exporter = metrics.Metrics(shift, collector, metrics._timer("cuda"))
+    seen = []
+
+    def look() -> None:
+        exporter.publish()
+        names = [f"sglang:shift_step_seconds_{what}" for what in ("count", "sum")]
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)
+        values = [
+            registry.get_sample_value(n, {**labels, "configuration": c}) for c in ("base", "shift") for n in names
+        ]
+        seen.append(tuple(values))
+
+    def step(configuration: Configuration | None, seconds: float) -> None:
+        with exporter.step():
+            Event.now += seconds
+            if configuration is None:
+                raise ArithmeticError
+            shift.stats.record(configuration, 5)
+
+    step(Configuration.BASE, 0.25)
+    look()  # launched, not done
+    step(Configuration.SHIFT, 0.5)
+    look()
+    Event.now += 1
+    look()
+    with contextlib.suppress(ArithmeticError):
+        step(None, 3.0)
+    with exporter.step():  # an idle batch
+        Event.now += 4
+    Event.now += 1
+    look()
+    return seen
+
+
+def test_on_a_device_a_step_is_observed_once_its_events_have_passed(tmp_path):
+    import_sglang()
+    with multiprocessing.get_context("fork").Pool(1) as fork:  # prometheus_client must not be imported here
+        launched, later, done, end = fork.apply(steps_on_a_device, [tmp_path])
+    assert launched == later == (0, 0, 0, 0)
+    assert done == end == (1, 0.25, 1, 0.5)
