@@ -77,3 +77,23 @@ def test_a_setting_that_captured_graphs_cannot_follow_is_rejected(monkeypatch):
         handlers[key].validate(key, value)
         handlers[key].apply(key, value)
     assert shift.settings == Settings(4000, "tp")
+
+
+def test_a_replayed_batch_is_counted_and_marked_in_a_trace(monkeypatch):
+    """A graph replays without any of our code: what is seen of it is that nothing was decided."""
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    import torch
+
+    from sgl_shift.forward import ShiftParallel
+    from sgl_shift.layout import Layout
+    from sgl_shift_patches import model_runner, state
+
+    shift = ShiftParallel(ShiftConfig(2, Settings(256)), Layout(2, 2), 0, None, nullcontext)
+    monkeypatch.setattr(state, "_shift", shift)
+    batch = SimpleNamespace(input_ids=torch.zeros(5), forward_mode=SimpleNamespace(is_idle=lambda: False))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert model_runner.forward(lambda *_: "replayed", SimpleNamespace(is_draft_worker=False), batch) == "replayed"
+    assert shift.stats.to_dict()["tokens"] == {"base": 0, "shift": 5}
+    assert [e.name for e in profile.events() if e.name.startswith("shift_parallel")] == ["shift_parallel[shift]"]
