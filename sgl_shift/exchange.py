@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from sgl_shift.layout import HeadLayout
+from sgl_shift.stats import Stats
 from sgl_shift_kernels import pack_output, pack_qkv, unpack_output, unpack_qkv
 
 
@@ -21,6 +22,21 @@ class Group(Protocol):
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> None: ...
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None: ...
+
+
+class CountedGroup:
+    """An SP group that adds up the bytes that this rank sends to the others of it; what it keeps is not sent."""
+
+    def __init__(self, group: Group, size: int, stats: Stats) -> None:
+        self.group, self.size, self.stats = group, size, stats
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        self.stats.bytes_sent["all_to_all"] += input.nbytes // self.size * (self.size - 1)
+        self.group.all_to_all(output, input)
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        self.stats.bytes_sent["all_gather"] += input.nbytes * (self.size - 1)
+        self.group.all_gather(output, input)
 
 
 def scatter_heads(

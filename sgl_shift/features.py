@@ -58,6 +58,12 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("Token ids outside of the vocabulary", WORKS, "test_features.py"),
     Feature("OpenAI endpoints, streaming, frontend programs, `bench_serving`", WORKS, "test_server.py"),
+    Feature(
+        "Prometheus metrics (`--enable-metrics`), also of replicas and of all ranks; profiles (`/start_profile`)",
+        WORKS,
+        "test_metrics.py",
+    ),
+    Feature("Request traces (`--enable-trace`)", WORKS, "test_metrics.py"),
     Feature("`--config` files, `sglang serve`, Engine, environment variables", WORKS, "test_server.py"),
     Feature("LoRA: batches in which a request has an adapter", TO_TP, "test_features.py", option="enable_lora"),
     Feature("LoRA: all other batches", WORKS, "test_features.py"),

@@ -7,7 +7,7 @@ is translated by ``sgl_shift_patches.model_runner``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from sgl_shift.config import Settings, ShiftConfig
-from sgl_shift.exchange import Group, gather_heads, gather_rows, scatter_heads
+from sgl_shift.exchange import CountedGroup, Group, gather_heads, gather_rows, scatter_heads
 from sgl_shift.layout import HeadLayout, Layout, Slice
 from sgl_shift.policy import Configuration, choose
-from sgl_shift.stats import Stats
+from sgl_shift.stats import Exporter, Stats
 from sgl_shift.storage import SharedWeight
 
 # Arguments of a decoder stack that have one row a token, and the dimension in which they have it. mrope positions are
@@ -50,6 +50,7 @@ class Captured(NamedTuple):
 
     configuration: Configuration
     chosen: bool  # by the settings of then; not because the base model could not take the batch
+    bytes_sent: dict[str, int]  # by one replay, of this rank
 
 
 @dataclass
@@ -65,6 +66,7 @@ class ShiftParallel:
     # Debug mode: compares what the ranks are about to do and raises on the first difference.
     agree: Callable[[Configuration, int], None] | None = None
     stats: Stats = field(default_factory=Stats)
+    exporter: Exporter | None = None
     base_model: list[nn.Module] = field(default_factory=list)  # in a list, or it would become part of a module tree
     heads: HeadLayout | None = None
     shared: list[SharedWeight] = field(default_factory=list)
@@ -79,6 +81,7 @@ class ShiftParallel:
 
     def __post_init__(self) -> None:
         self.settings = self.config.settings
+        self.sp_group = CountedGroup(self.sp_group, self.layout.sp_size, self.stats)
 
     @property
     def in_base(self) -> bool:
@@ -98,18 +101,51 @@ class ShiftParallel:
         if self.agree is not None:
             self.agree(configuration, batch.num_tokens)
         if batch.captured_as:
-            self.captured.setdefault(batch.captured_as, {})[batch.num_tokens] = Captured(configuration, able)
-        elif batch.num_tokens:
-            self.stats.record(configuration, batch.num_tokens)
-        if configuration is Configuration.SHIFT:
-            return stock(**batch.arguments)
-        return self._run_base(base, batch)
+            return self._capture(configuration, able, stock, base, batch)
+        if batch.num_tokens:
+            self.stats.record(configuration, batch.num_tokens, self._padding(configuration, batch.num_tokens))
+        return self._run(configuration, stock, base, batch)
 
-    def replayed(self, kind: str, num_tokens: int) -> Configuration:
-        """The configuration of the graph that a batch of ``num_tokens`` is padded to: the smallest that it fits in."""
+    def _run(
+        self, configuration: Configuration, stock: Callable[..., Any], base: Callable[..., Any], batch: Batch
+    ) -> Any:
+        with span(configuration):
+            if configuration is Configuration.SHIFT:
+                return stock(**batch.arguments)
+            return self._run_base(base, batch)
+
+    def _padding(self, configuration: Configuration, num_tokens: int) -> int:
+        return -num_tokens % self.layout.sp_size if configuration is Configuration.BASE else 0
+
+    def _capture(
+        self,
+        configuration: Configuration,
+        chosen: bool,
+        stock: Callable[..., Any],
+        base: Callable[..., Any],
+        batch: Batch,
+    ) -> Any:
+        """Run a batch that a graph is captured of: not a batch that counts, but what its replays will be counted as."""
+        before = dict(self.stats.bytes_sent)
+        output = self._run(configuration, stock, base, batch)
+        sent = {kind: now - before[kind] for kind, now in self.stats.bytes_sent.items()}
+        self.stats.bytes_sent.update(before)
+        self.captured.setdefault(batch.captured_as, {})[batch.num_tokens] = Captured(configuration, chosen, sent)
+        return output
+
+    def record_replay(self, kind: str, num_tokens: int) -> None:
+        """Count a batch that a graph ran: the smallest that it fits in, to which SGLang pads it."""
         graphs = self.captured.get(kind, {})
-        padded = min((size for size in graphs if size >= num_tokens), default=None)
-        return Configuration.SHIFT if padded is None else graphs[padded].configuration
+        size = min((size for size in graphs if size >= num_tokens), default=None)
+        configuration = Configuration.SHIFT if size is None else graphs[size].configuration
+        padding = 0
+        if size is not None and configuration is Configuration.BASE:
+            padding = size - num_tokens + self._padding(configuration, size)
+            for collective, sent in graphs[size].bytes_sent.items():
+                self.stats.bytes_sent[collective] += sent
+        self.stats.record(configuration, num_tokens, padding)
+        with span(configuration):  # a mark in the trace, right after the step that it is about
+            pass
 
     def frozen(self, settings: Settings) -> dict[str, list[int]]:
         """Padded tokens of the captured graphs, by kind, that belong in the other configuration by ``settings``."""
@@ -178,6 +214,12 @@ class ShiftParallel:
             "separate_weights": self.why_separate,
             **self.stats.to_dict(),
         }
+
+
+def span(configuration: Configuration) -> AbstractContextManager[Any]:
+    """A span in the trace that is being recorded, if one is."""
+    recording = torch.autograd._profiler_enabled()
+    return torch.profiler.record_function(f"shift_parallel[{configuration}]") if recording else nullcontext()
 
 
 def _take(tensor: torch.Tensor, dim: int, part: Slice) -> torch.Tensor:

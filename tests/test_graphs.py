@@ -17,6 +17,7 @@ from sgl_shift_patches import resolution
 from tests.hosting import import_sglang
 
 SHIFT, BASE = Configuration.SHIFT, Configuration.BASE
+SENT = 1000  # bytes, of a base forward
 
 
 def planned(
@@ -111,7 +112,12 @@ def shift_parallel(settings: Settings) -> ShiftParallel:
 
 def capture(shift: ShiftParallel, kind: str, sizes: list[int], monkeypatch: Any, able: bool = True) -> None:
     ran = []
-    monkeypatch.setattr(shift, "_run_base", lambda _base, batch: ran.append((BASE, batch.num_tokens)))
+
+    def run_base(_base: Any, batch: Batch) -> None:
+        shift.stats.bytes_sent["all_to_all"] += SENT
+        ran.append((BASE, batch.num_tokens))
+
+    monkeypatch.setattr(shift, "_run_base", run_base)
     for size in sizes:
         arguments = {"input_ids": torch.zeros(size, dtype=torch.long)}
         batch = Batch(arguments, size, able, lambda: None, captured_as=kind)
@@ -121,12 +127,34 @@ def capture(shift: ShiftParallel, kind: str, sizes: list[int], monkeypatch: Any,
 
 
 def test_a_replay_is_counted_as_what_its_graph_holds(monkeypatch):
+    """And marked in a trace. Python does not run: what is seen of a replay is that nothing was decided."""
+    from types import SimpleNamespace
+
+    from sgl_shift_patches import model_runner, state
+
     shift = shift_parallel(Settings(256))
-    capture(shift, "decode", [512, 256, 1], monkeypatch)
+    capture(shift, "decode", [511, 256, 1], monkeypatch)
     capture(shift, "prefill", [512, 288, 4], monkeypatch, able=False)  # as with adapters
-    assert shift.stats.total == 0
-    assert [shift.replayed("decode", n) for n in (1, 2, 256, 257, 512)] == [SHIFT, SHIFT, SHIFT, BASE, BASE]
-    assert shift.replayed("prefill", 300) is SHIFT
+    assert shift.stats.total == shift.stats.bytes_sent["all_to_all"] == 0
+    monkeypatch.setattr(state, "_shift", shift)
+    import_sglang()
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    def replay(mode: ForwardMode, num_tokens: int) -> list[str]:
+        batch = SimpleNamespace(input_ids=torch.zeros(num_tokens), forward_mode=mode)
+        runner = SimpleNamespace(is_draft_worker=False)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            assert model_runner.forward(lambda *_: "replayed", runner, batch) == "replayed"
+        return [event.name for event in profile.events() if event.name.startswith("shift_parallel")]
+
+    for num_tokens in (1, 2, 256):
+        assert replay(ForwardMode.DECODE, num_tokens) == ["shift_parallel[shift]"]
+    assert replay(ForwardMode.EXTEND, 300) == ["shift_parallel[shift]"]
+    assert shift.stats.padding_tokens == 0
+    assert replay(ForwardMode.DECODE, 257) == ["shift_parallel[base]"]
+    assert shift.stats.tokens == {BASE: 257, SHIFT: 1 + 2 + 256 + 300}
+    assert shift.stats.padding_tokens == 511 - 257 + 1  # SGLang's to the graph, ours to a multiple of SP
+    assert shift.stats.bytes_sent["all_to_all"] == SENT
 
 
 def test_a_setting_that_captured_graphs_cannot_follow_is_rejected(monkeypatch):

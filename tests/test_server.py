@@ -77,6 +77,7 @@ def test_server_info_and_log_show_what_runs(servers):
     assert state["weight_bytes"]["resident"] < 1.02 * state["weight_bytes"]["base"]  # the embedding is tied
     assert state["weight_bytes"]["base"] / 3.1 < state["weight_bytes"]["shift"] < state["weight_bytes"]["base"] / 2.9
     assert "shift_parallel" not in stock.info()
+    assert requests.get(ours.url + "/metrics", timeout=60).status_code == 404  # without --enable-metrics
     log = ours.text()
     assert re.search(r"Prefill batch.*configuration: base, cpu graph", log)
     assert re.search(r"Prefill batch.*configuration: shift, cpu graph", log)

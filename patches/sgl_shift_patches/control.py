@@ -77,6 +77,8 @@ def update_handlers(handlers: dict[str, Any], _controller: Any) -> dict[str, Any
         shift = state.current()
         assert shift is not None
         shift.settings = changed(key, value)
+        if shift.exporter is not None:
+            shift.exporter.publish()
         if shift.rank == 0:
             logger.info("Shift Parallelism: threshold %d, mode %s", shift.settings.threshold, shift.settings.mode)
 

@@ -27,6 +27,7 @@ ALLOW_VARIABLE = "SGL_SHIFT_ALLOW_CHANGED_SGLANG"
 
 _SRT = "sglang.srt"
 _GROUP = f"{_SRT}.distributed.parallel_state"
+_METRICS = f"{_SRT}.observability.metrics_collector"
 _CONTROL = f"{_SRT}.managers.scheduler_components.internal_state"
 _FP8 = f"{_SRT}.layers.quantization.compressed_tensors.schemes.compressed_tensors_w8a8_fp8"
 _RUNNER = f"{_SRT}.model_executor"
@@ -56,6 +57,15 @@ RELIED_ON: dict[str, str] = {
     "_graph_backend_label",
     f"{_SRT}.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats": "prints "
     "_graph_backend_label",
+    f"{_SRT}.managers.scheduler.Scheduler.init_metrics_collector": "metrics.exporter: the context",
+    f"{_METRICS}.SchedulerMetricsCollectorContext": "metrics.exporter: whether this rank reports",
+    f"{_METRICS}.SchedulerMetricsCollector.init_new": "metrics.Metrics: the labels, which ranks report",
+    f"{_METRICS}._StatLoggerDIMixin": "metrics.Metrics: classes that a deployment puts in place of Prometheus'",
+    f"{_SRT}.utils.device_timer.DeviceTimer": "metrics.Metrics times steps on an accelerator with one",
+    f"{_SRT}.observability.trace.get_global_tracing_enabled": "observability.trace_requests",
+    f"{_SRT}.observability.trace.TraceReqContext.trace_event": "observability.trace_requests",
+    f"{_SRT}.observability.req_time_stats.SchedulerReqTimeStats.set_last_decode_finish_time": "ends the span that "
+    "observability.trace_requests puts an event into",
     f"{_GROUP}.patch_tensor_parallel_group": "groups.base_scope: scopes all that layers read but the MoE groups",
     f"{_GROUP}.init_model_parallel_group": "makes the SP and base-TP groups",
     f"{_GROUP}.initialize_model_parallel": "groups.make_groups takes local_rank as it does",

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_shift.config import ShiftConfig
-from sgl_shift.stats import Stats
-from sgl_shift_patches import cli, state
+from sgl_shift_patches import cli, metrics, state
 from sgl_shift_patches.groups import RanksDifferError
 
 _KEY = "shift_parallel"
@@ -18,12 +17,13 @@ def _signature(config: ShiftConfig) -> str:
     return json.dumps(config.to_dict(), sort_keys=True)
 
 
-def scheduler_init_info(info: dict[str, Any], _scheduler: Any) -> dict[str, Any]:
+def scheduler_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     """After ``Scheduler.get_init_info``: what this rank runs, in its ready message. Counting starts here."""
     shift = state.current()
     if shift is None:
         return info
-    shift.stats = Stats()  # warm-up batches are not the user's
+    shift.stats.clear()  # warm-up batches are not the user's
+    shift.exporter = metrics.exporter(shift, scheduler)
     return {**info, _KEY: _signature(shift.config)}
 
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from sgl_shift.forward import TOKEN_DIM, Batch, ShiftParallel
 from sgl_shift.layout import HeadLayout, LayoutError
 from sgl_shift.policy import Configuration
-from sgl_shift.stats import Stats
 from sgl_shift.weights import weight_bytes
 from sgl_shift_patches import radix_attention, state, weights
 
@@ -300,15 +299,15 @@ def rows_after_prefill(runner: Any, forward_batch: Any) -> Sequence[int] | None:
 
 
 def forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``ModelRunner.forward``: a graph replays without our code."""
+    """Around ``ModelRunner.forward``: times the step, and counts what a graph replays: our code does not run then."""
     shift = state.current()
     if shift is None or runner.is_draft_worker:
         return original(runner, forward_batch, *args, **kwargs)
     before = shift.stats.total
-    output = original(runner, forward_batch, *args, **kwargs)
-    if shift.stats.total == before and not forward_batch.forward_mode.is_idle():
-        num_tokens = forward_batch.input_ids.shape[0]
-        shift.stats.record(shift.replayed(graph_kind(forward_batch), num_tokens), num_tokens)
+    with nullcontext() if shift.exporter is None else shift.exporter.step():
+        output = original(runner, forward_batch, *args, **kwargs)
+        if shift.stats.total == before and not forward_batch.forward_mode.is_idle():
+            shift.record_replay(graph_kind(forward_batch), forward_batch.input_ids.shape[0])
     return output
 
 
@@ -335,7 +334,6 @@ def warm_up_base(_result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
     graphs = (graph for kind in shift.captured.values() for graph in kind.values())
     if runner.device == "cuda" and all(graph.configuration is Configuration.SHIFT for graph in graphs):
         run_base_once(runner, shift)
-    shift.stats = Stats()  # of requests, not of what came before them
 
 
 def run_base_once(runner: Any, shift: ShiftParallel) -> None:

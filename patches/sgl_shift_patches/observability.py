@@ -1,12 +1,14 @@
-"""Which configuration ran: in SGLang's log lines and in /server_info."""
+"""Which configuration ran: in SGLang's log lines, its request traces and /server_info."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgl_shift.forward import ShiftParallel
+from sgl_shift.policy import Configuration
+from sgl_shift.stats import Stats
 from sgl_shift_patches import state
 
 logger = logging.getLogger(__name__)
@@ -75,16 +77,50 @@ def process_batch_result(
 
     Both lines print ``_graph_backend_label`` before a flag; the configuration is put in front of that label.
     """
-    configuration = getattr(result, _RESULT_ATTRIBUTE, None)
-    if configuration is None:
+    configuration, shift = getattr(result, _RESULT_ATTRIBUTE, None), state.current()
+    if configuration is None or shift is None:
         return original(processor, batch, result, *args, **kw)
+    if shift.exporter is not None:
+        shift.exporter.publish()  # before the requests are answered, so that who has an answer finds it counted
+    trace_requests(batch, configuration)
     reporter = processor.metrics_reporter
     label = reporter._graph_backend_label
-    reporter._graph_backend_label = f"configuration: {configuration}, {label}"
+    if batch.forward_mode.is_decode():
+        reporter._graph_backend_label = DecodeLabel(configuration, shift.stats, label)
+    else:
+        reporter._graph_backend_label = f"configuration: {configuration}, {label}"
     try:
         return original(processor, batch, result, *args, **kw)
     finally:
         reporter._graph_backend_label = label
+        if shift.exporter is not None:
+            shift.exporter.publish()  # the result was waited for in there, so the device is done with the step
+
+
+class DecodeLabel(NamedTuple):
+    """What 'Decode batch' prints. Most decode steps print nothing, so the shares are those since the last that did:
+    since the last time that this was made a string."""
+
+    configuration: Configuration
+    stats: Stats
+    label: str
+
+    def __str__(self) -> str:
+        shares = "".join(f" {name} {share:.0%}" for name, share in self.stats.shares().items())
+        return f"configuration: {self.configuration}, steps:{shares or ' none'}, {self.label}"
+
+    def __format__(self, _spec: str) -> str:
+        return str(self)
+
+
+def trace_requests(batch: Any, configuration: Configuration) -> None:
+    """An event in the span of each request that a step worked on; as detailed as SGLang's own events of a step are
+    (``req_time_stats.py:set_last_scheduled_time``), which come before the step and cannot know."""
+    from sglang.srt.observability.trace import get_global_tracing_enabled
+
+    if get_global_tracing_enabled():
+        for request in batch.reqs:
+            request.time_stats.trace_ctx.trace_event("shift_parallel", 3, attrs={"configuration": str(configuration)})
 
 
 def get_internal_state(output: Any, _controller: Any, *args: Any) -> Any:
