@@ -54,21 +54,21 @@ class Efficiency:
     """
 
     # Fitted.
-    gemm: float = 0.5
-    memory: float = 0.75
-    link: float = 0.75
-    all_reduce_latency: float = 20e-6
-    exchange_latency: float = 60e-6
-    step: float = 3e-3
+    gemm: float = 0.587
+    memory: float = 0.895
+    link: float = 0.725
+    all_reduce_latency: float = 14.7e-6
+    exchange_latency: float = 69.4e-6
+    step: float = 2.81e-3
     # Taken from elsewhere.
     attention: float = 0.65  # FlashAttention-3 (arXiv 2407.08608), figure 5: causal, head dim 128, 16K: 640 of 989 TFLOPS
     moe_gemm: float = 0.7  # of ``gemm``: grouped GEMMs have few rows an expert; assumed
     layer: float = 30e-6  # s: some 15 kernels of a layer start 2 us after one another inside a CUDA graph; assumed
     eager_layer: float = 100e-6  # s: host time to launch a layer outside of a graph; assumed
-    sequence: float = 0.0  # s: host work for each running request and step
-    request: float = 10e-3  # s: HTTP, tokenizer and scheduling of one request until it can run; assumed
+    sequence: float = 48.5e-6  # s: host work for each running request and step
+    request: float = 12.9e-3  # s: HTTP, tokenizer and scheduling of one request until it can run; assumed
 
-    FITTED = ("gemm", "memory", "link", "all_reduce_latency", "exchange_latency", "step")
+    FITTED = ("gemm", "memory", "link", "all_reduce_latency", "exchange_latency", "step", "sequence", "request")
 
 
 @dataclass(frozen=True)

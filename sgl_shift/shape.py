@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class ModelShape:
         moe_layers: how many of ``layers`` have experts; the others have a dense MLP of width ``intermediate``.
         shared_intermediate: width of the shared experts of a MoE layer, 0 without.
         local_layers: how many layers attend to at most ``window`` tokens.
+        files: sizes of the checkpoint's files, where they are at hand; otherwise they follow from the rest.
     """
 
     architecture: str
@@ -52,6 +53,7 @@ class ModelShape:
     window: int = 0
     local_layers: int = 0
     mla: bool = False
+    files: Checkpoint | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, fp8: bool = False, fp8_kv: bool = False) -> ModelShape:
@@ -120,7 +122,9 @@ class ModelShape:
             config = json.loads(file.read_text())
         except (OSError, ValueError) as error:
             raise ShapeError(f"{file}: {error}; --model-path is a folder with a config.json, or such a file") from None
-        return cls.from_config(config, **options)
+        shape = cls.from_config(config, **options)
+        stored = Checkpoint.in_folder(path, shape.itemsize) if path.is_dir() and not options.get("fp8") else None
+        return replace(shape, files=stored)
 
     @property
     def attention_weights(self) -> int:
@@ -145,7 +149,9 @@ class ModelShape:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """Bytes of the weights as they are loaded; norms are left out (less than 0.1%)."""
+        """Bytes of the weights as they are loaded; without files, norms are left out (less than 0.1%)."""
+        if self.files:
+            return self.files
         experts = self.expert_weights * self.experts * self.moe_layers
         linear = (self.dense_weights + experts) * self.linear_itemsize
         head = self.head_weights * self.itemsize

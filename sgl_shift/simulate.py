@@ -26,7 +26,10 @@ from typing import Literal, NamedTuple
 
 from sgl_shift.config import Settings
 from sgl_shift.cost import Batch, Chunk, StepCost
+from sgl_shift.hardware import Profile
+from sgl_shift.layout import Layout
 from sgl_shift.policy import Configuration, choose
+from sgl_shift.shape import ModelShape
 from sgl_shift.traces import Request
 
 NEVER = float("inf")
@@ -72,6 +75,54 @@ class Deployment:
     settings: Settings = Settings()
     replicas: int = 1
     scheduler: Scheduler = Scheduler()
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        model: ModelShape,
+        profile: Profile,
+        layout: Layout,
+        usable: float,
+        *,
+        settings: Settings = Settings(),
+        replicas: int = 1,
+        scheduler: Scheduler = Scheduler(),
+        one_copy: bool = False,
+    ) -> Deployment:
+        """A deployment whose KV cache takes what the weights leave.
+
+        Args:
+            layout: of one replica; with SP=1 it is plain TP.
+            usable: bytes of a device for weights and KV cache.
+            one_copy: the base configuration's weights only (SP without Shift, in an engine that can leave the other out).
+
+        Raises:
+            LayoutError: heads that cannot be split so.
+            DoesNotFitError: the weights leave no room.
+        """
+        base_graphs = 512 * layout.sp_size if scheduler.kind == "vllm" else 0  # SGLang's base batches run eagerly
+        base = StepCost(model, profile, layout, base_graphs) if layout.sp_size > 1 else None
+        shift = StepCost(model, profile, Layout(layout.world_size, 1))
+        weights = weights_of(model, layout, one_copy=one_copy)
+        room = int((usable - weights) / shift.kv_bytes)
+        if room <= 0:
+            raise DoesNotFitError(
+                f"weights take {weights / 1e9:,.1f} GB a GPU, {usable / 1e9:,.1f} GB are there for weights and KV cache"
+            )
+        return cls(name, shift, room, base, settings, replicas, scheduler)
+
+
+class DoesNotFitError(ValueError):
+    """Weights that leave no room for a KV cache."""
+
+
+def weights_of(model: ModelShape, layout: Layout, *, one_copy: bool = False) -> float:
+    """Bytes of weights on one GPU, of all configurations that are loaded (docs/weights.md)."""
+    checkpoint = model.checkpoint
+    if layout.sp_size == 1 or one_copy:
+        return checkpoint.total / layout.tp_size
+    return checkpoint.together(layout.world_size, layout.tp_size, gpu=True)
 
 
 class Served(NamedTuple):
@@ -184,7 +235,8 @@ def simulate(deployment: Deployment, requests: Sequence[Request], *, concurrency
             if deployment.scheduler.balance == "round_robin":
                 replica = next(turn)
             else:
-                replica = min(replicas, key=lambda r: 4 * len(r.waiting) + len(r.running))  # vLLM's DP coordinator
+                # vLLM's DP load balancer (v1/engine/core_client.py) weighs waiting requests four times.
+                replica = min(replicas, key=lambda r: 4 * (len(r.coming) + len(r.waiting)) + len(r.running))
             replica.submit(request, at + deployment.shift.profile.efficiency.request, at)
         else:
             return result
