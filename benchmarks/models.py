@@ -80,4 +80,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "max_position_embeddings": 10485760,
         },
     },
+    # Of the first try on a slow network (issue 8); width of the MLP and vocabulary are those of benchmarks/weights.py.
+    "CPU test model": {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 320,
+        "torch_dtype": "float32",
+    },
 }

@@ -5,8 +5,8 @@ What each table is, where it is from and how far to trust it is in ``docs/result
 
 from __future__ import annotations
 
-# 2.3: Llama-70B FP8, 8 H200, 4,096 in / 250 out. TTFT and TPOT at low load (ms), combined throughput at high load (tok/s).
-# The notes leave SP's TTFT and throughput open ("about Shift's").
+# 2.3: Llama-70B FP8, 8 H200, 4,096 in / 250 out. TTFT and TPOT at low load (ms), combined throughput at high load
+# (tok/s). The notes leave SP's TTFT and throughput open ("about Shift's").
 LATENCY_AND_THROUGHPUT: dict[str, tuple[float | None, float, float | None]] = {
     "DP": (614, 22.5, 45_900),
     "TP": (159, 9.34, 24_700),
@@ -63,3 +63,11 @@ ISSUE_184: dict[tuple[int, int], tuple[float, float, float, float, float]] = {
 ISSUE_184_THRESHOLDS = (64, 128, 256, 512)
 # The same user's log (#175): KV tokens of SP=4 without shift.
 ISSUE_184_KV_TOKENS = 615_728
+
+# Not published but measured, in the first try that issue 8 of this project reports: seconds to the first token of 1,024
+# tokens on this project's CPU machine, ranks in network namespaces. (P, Mbit/s) -> TP=P, SP=P.
+SLOW_NETWORK: dict[tuple[int, int], tuple[float, float]] = {
+    (2, 400): (2.96, 1.95),
+    (4, 400): (3.8, 2.0),
+    (4, 200): (6.05, 2.2),
+}

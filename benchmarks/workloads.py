@@ -1,8 +1,9 @@
-"""The workloads of the comparison: what arrives when, how long it is, what it shares. ``python -m benchmarks.workloads``.
+"""The workloads of the comparison: what arrives when, how long it is, what it shares.
 
 Recorded traces are read by :mod:`sgl_shift.traces`; here are the synthetic ones (section 3 of the paper notes). All are
 lists of :class:`~sgl_shift.traces.Request` in order of arrival, deterministic in their arguments. To replay one on a
 server, send ``prompt_ids(request, index, vocabulary)`` at ``request.arrival`` and generate ``request.output_tokens``.
+``python -m benchmarks.workloads NAME`` describes one.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def bursty(
 
     Args:
         rate: of the steady stream, requests/s, with exponential gaps.
-        burst_size, burst_every, burst_seconds: so many requests, evenly over so many seconds, first after half a period.
+        burst_size, burst_every, burst_seconds: so many requests, over so many seconds, first after half a period.
         spread: lengths vary evenly within this part of their mean, 0.2 for 20%.
         scale: factor on prompt and output, for small machines.
     """

@@ -153,7 +153,7 @@ class StepCost:
     def _elementwise_bytes(self) -> float:
         """Bytes that norms, rotary embedding, activation and quantization move, a row and forward pass.
 
-        A norm reads and writes the row and the residual; FP8 reads each GEMM's input once more and writes it at half size.
+        A norm reads and writes the row and the residual; FP8 reads each GEMM's input once more and writes half of it.
         """
         model, tp = self.model, self.layout.tp_size
         qkv = (model.heads + 2 * model.kv_heads) * model.head_dim / tp

@@ -4,8 +4,8 @@
     python -m sgl_shift.plan --model-path M --gpu h100 --num-gpus 8 --trace conversation_trace.jsonl
 
 Predicts every way to split the GPUs into replicas and (SP, TP): memory, KV tokens, TTFT and TPOT of a request alone,
-throughput at saturation, and with ``--trace`` the same under that load. Reads ``config.json`` only; needs no GPU, no SGLang
-and no torch. Predictions are a cost model's (docs/results.md says how far off it has been), not measurements.
+throughput at saturation, and with ``--trace`` the same under that load. Reads ``config.json`` only; needs no GPU, no
+SGLang and no torch. Predictions are a cost model's (docs/results.md says how far off it has been), not measurements.
 """
 
 from __future__ import annotations
@@ -270,13 +270,21 @@ def table(found: Sequence[Plan], best: Plan) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     left = {0, 1}
     return "\n".join(
-        "  ".join(cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
     )
 
 
 def report(
-    model: ModelShape, profile: Profile, gpus: int, workload: Workload, goal: str, model_path: str, flags: Sequence[str],
+    model: ModelShape,
+    profile: Profile,
+    gpus: int,
+    workload: Workload,
+    goal: str,
+    model_path: str,
+    flags: Sequence[str],
     chunk: int | None = None,
 ) -> str:
     """All that the planner prints for a model that it accepts.
@@ -289,8 +297,8 @@ def report(
         raise DoesNotFitError("\n".join(["no way to run this model on these GPUs:", *impossible]))
     best, reasons = verdict(found, workload, goal)
     lines = [
-        f"{model.architecture}, {model.checkpoint.total / 1e9:,.1f} GB of weights, on {gpus} x {profile.hardware.name}. "
-        f"Predicted, {workload.prompt:,} tokens in, {workload.output:,} out.",
+        f"{model.architecture}, {model.checkpoint.total / 1e9:,.1f} GB of weights, on {gpus} x {profile.hardware.name}.",
+        f"Predicted, for {workload.prompt:,} tokens in and {workload.output:,} out:",
         "",
         table(found, best),
         *([""] if impossible else []),
@@ -315,7 +323,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--trace-rate", type=float, default=1.0, help="factor on the trace's arrival rate")
     parser.add_argument("--input-len", type=int, default=4096, help="of a typical request (default 4096)")
     parser.add_argument("--output-len", type=int, default=250, help="of a typical request (default 250)")
-    parser.add_argument("--goal", choices=GOALS, default="balanced", help="; ".join(f"{k}: {v}" for k, v in GOALS.items()))
+    parser.add_argument(
+        "--goal", choices=GOALS, default="balanced", help="; ".join(f"{k}: {v}" for k, v in GOALS.items())
+    )
     parser.add_argument("--quantization", choices=["fp8"], help="as for SGLang: quantize while loading")
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8_e4m3", "fp8_e5m2"], default="auto")
     parser.add_argument("--chunked-prefill-size", type=int, help="default: SGLang's for this GPU")

@@ -176,7 +176,7 @@ def _quantization(config: Mapping[str, Any], itemsize: int) -> tuple[float, bool
     if method in ("awq", "gptq", "gptq_marlin", "awq_marlin"):
         return float(config.get("bits", config.get("w_bit", 4))), False
     if method == "compressed-tensors":
-        group = next(iter(config.get("config_groups", {}).values()), {})
+        group: Mapping[str, Any] = next(iter(config.get("config_groups", {}).values()), {})
         weights = group.get("weights") or {}
         bits = float(weights.get("num_bits", 8))
         return bits, bits == 8 and weights.get("type") == "float" and bool(group.get("input_activations"))

@@ -2,15 +2,16 @@
 
 Two schedulers are modelled, each as its engine does it by default:
 
-* ``sglang`` (``managers/scheduler.py:get_next_batch_to_run``, ``schedule_policy.py:PrefillAdder``): prefill first. A step
-  is either prompt chunks, up to ``--chunked-prefill-size`` tokens together, or one token for every running request. A
-  request is admitted if its prompt, and a part (the new-token ratio) of what the running ones may still generate, fits.
+* ``sglang`` (``managers/scheduler.py:get_next_batch_to_run``, ``schedule_policy.py:PrefillAdder``): prefill first. A
+  step is either prompt chunks, up to ``--chunked-prefill-size`` tokens together, or one token for every running request.
+  A request is admitted if its prompt, and a part (the new-token ratio) of what the running ones may still generate, fit.
+  Chunks and decodes are not mixed (no ``--enable-mixed-chunk``).
 * ``vllm`` (V1): mixed. A step is one token for every running request and prompt chunks with what is left of
   ``--max-num-batched-tokens``. A request is admitted if its first chunk fits; if decodes run out of room, the newest
   request is preempted and computed again.
 
-Requests that decode advance together, so a stretch of steps in which nobody joins or leaves is computed at once: 15 minutes
-of a trace take seconds. No torch, no SGLang.
+Requests that decode advance together, so a stretch of steps in which nobody joins or leaves is computed at once: 15
+minutes of a trace take a second. No torch, no SGLang.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ class Scheduler:
     balance: Literal["round_robin", "least_loaded"] = "round_robin"
 
 
+DEFAULTS, SGLANG = Settings(), Scheduler()
+
+
 @dataclass(frozen=True)
 class Deployment:
     """Replicas of one model.
@@ -72,9 +76,9 @@ class Deployment:
     shift: StepCost
     kv_tokens: int
     base: StepCost | None = None
-    settings: Settings = Settings()
+    settings: Settings = DEFAULTS
     replicas: int = 1
-    scheduler: Scheduler = Scheduler()
+    scheduler: Scheduler = SGLANG
 
     @classmethod
     def of(
@@ -85,9 +89,9 @@ class Deployment:
         layout: Layout,
         usable: float,
         *,
-        settings: Settings = Settings(),
+        settings: Settings = DEFAULTS,
         replicas: int = 1,
-        scheduler: Scheduler = Scheduler(),
+        scheduler: Scheduler = SGLANG,
         one_copy: bool = False,
     ) -> Deployment:
         """A deployment whose KV cache takes what the weights leave.
@@ -95,7 +99,7 @@ class Deployment:
         Args:
             layout: of one replica; with SP=1 it is plain TP.
             usable: bytes of a device for weights and KV cache.
-            one_copy: the base configuration's weights only (SP without Shift, in an engine that can leave the other out).
+            one_copy: the base configuration's weights only: SP without Shift, where an engine can leave TP's out.
 
         Raises:
             LayoutError: heads that cannot be split so.

@@ -1,7 +1,7 @@
 """Requests, and the public traces they come from. No torch, no SGLang: planner, simulator and benchmarks read the same.
 
-    Azure LLM inference 2023, code   github.com/Azure/AzurePublicDataset: AzureLLMInferenceTrace_code.csv
-    Mooncake conversation            github.com/kvcache-ai/Mooncake: FAST25-release/traces/conversation_trace.jsonl
+Azure LLM inference 2023, code   github.com/Azure/AzurePublicDataset: AzureLLMInferenceTrace_code.csv
+Mooncake conversation            github.com/kvcache-ai/Mooncake: FAST25-release/traces/conversation_trace.jsonl
 """
 
 from __future__ import annotations
