@@ -7,6 +7,7 @@ from typing import Any
 _FP8 = {"quant_method": "fp8"}
 _LLAMA_70B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "hidden_size": 8192,
     "intermediate_size": 28672,
     "num_hidden_layers": 80,
@@ -30,6 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "Qwen3-32B FP8": {
         "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
         "hidden_size": 5120,
         "intermediate_size": 25600,
         "num_hidden_layers": 64,
@@ -44,6 +46,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "Qwen3-30B-A3B": {
         "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
         "hidden_size": 2048,
         "intermediate_size": 6144,
         "moe_intermediate_size": 768,
@@ -62,6 +65,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "Llama-4-Scout": {
         "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
         "torch_dtype": "bfloat16",
         "text_config": {
             "hidden_size": 5120,
@@ -83,6 +87,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # Of the first try on a slow network (issue 8); width of the MLP and vocabulary are those of benchmarks/weights.py.
     "CPU test model": {
         "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
         "hidden_size": 1024,
         "intermediate_size": 4096,
         "num_hidden_layers": 8,

@@ -1,8 +1,8 @@
 """The cost model against every published figure: ``python -m benchmarks.validate``.
 
 Prints published, predicted and error, and writes ``benchmarks/results/validation-DATE.json`` and ``.md``. With
-``--fit``, the fitted parameters of :class:`sgl_shift.hardware.Efficiency` are found again from the one table they are fitted to,
-printed, and used. What the tables are and what explains the outliers: ``docs/results.md``.
+``--fit``, the fitted parameters of :class:`sgl_shift.hardware.Efficiency` are found again from the one table that they
+are fitted to, printed, and used. What the tables are and what explains the outliers: ``docs/results.md``.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Two schedulers are modelled, each as its engine does it by default:
 
 * ``sglang`` (``managers/scheduler.py:get_next_batch_to_run``, ``schedule_policy.py:PrefillAdder``): prefill first. A
-  step is either prompt chunks, up to ``--chunked-prefill-size`` tokens together, or one token for every running request.
-  A request is admitted if its prompt, and a part (the new-token ratio) of what the running ones may still generate, fit.
-  Chunks and decodes are not mixed (no ``--enable-mixed-chunk``).
+  step is either prompt chunks, up to ``--chunked-prefill-size`` tokens together, or one token for every running
+  request (no ``--enable-mixed-chunk``). A request is admitted if there is room for its prompt and for a part, the
+  new-token ratio, of what the running ones may still generate.
 * ``vllm`` (V1): mixed. A step is one token for every running request and prompt chunks with what is left of
   ``--max-num-batched-tokens``. A request is admitted if its first chunk fits; if decodes run out of room, the newest
   request is preempted and computed again.
