@@ -107,7 +107,7 @@ class Plan:
         if self.is_shift:
             parts.append(f"--sp-size {self.layout.sp_size} --shift-threshold {self.deployment.settings.threshold}")
         parts.append(f"--chunked-prefill-size {self.deployment.scheduler.step_tokens}")
-        return " ".join([*parts, *flags])
+        return " ".join([*parts, *(flag for flag in flags if self.is_shift or not flag.startswith("--shift-"))])
 
 
 def usable_bytes(memory: float, world: int, chunk: int) -> float:
@@ -193,7 +193,9 @@ def verdict(found: Sequence[Plan], workload: Workload, goal: str) -> tuple[Plan,
     stock = min((plan for plan in found if not plan.is_shift), key=score, default=None)
     if shift is None:
         assert stock is not None
-        return stock, ["Shift does not pay here: no split with SP is possible, for the reasons above"]
+        several = any(plan.layout.world_size * plan.deployment.replicas > 1 for plan in found)
+        why = "no split with SP is possible, for the reasons above" if several else "one GPU cannot be split"
+        return stock, [f"Shift does not pay here: {why}"]
     if stock is None:
         return shift, []
     if score(shift) * WORTH <= score(stock):
