@@ -91,7 +91,10 @@ def test_a_slow_link_makes_shift_pay(capsys, model, tmp_path):
 def test_the_goal_decides(capsys, model):
     arguments = ("--model-path", model("Qwen3-32B FP8"), "--gpu", "h100", "--num-gpus", "4")
     assert "--dp-size" in recommended(planned(capsys, *arguments, "--goal", "throughput"))
-    assert "--tp-size 4 --sp-size 4" in recommended(planned(capsys, *arguments, "--goal", "latency"))
+    assert "--sp-size 4" in recommended(planned(capsys, *arguments))
+    alone = recommended(planned(capsys, *arguments, "--goal", "latency"))
+    assert "--tp-size 4" in alone  # of 250 tokens, TPOT is most of an answer, and that is TP's either way
+    assert "--sp-size" not in alone
 
 
 def test_flags_are_planned_with_and_handed_on(capsys, model):
