@@ -22,10 +22,12 @@ from benchmarks.models import CONFIGS
 from benchmarks.workloads import Request, Scale, at_once, azure_code, bursty, mooncake
 from sgl_shift.config import Settings
 from sgl_shift.cost import Batch, Chunk, StepCost
+from sgl_shift.deployment import Deployment, Scheduler
 from sgl_shift.hardware import GPUS, ON_CPU, Efficiency, Profile, cpu
 from sgl_shift.layout import Layout
+from sgl_shift.served import Result
 from sgl_shift.shape import ModelShape
-from sgl_shift.simulate import Deployment, Result, Scheduler, simulate
+from sgl_shift.simulate import simulate
 
 RESULTS = Path(__file__).parent / "results"
 TRACES = Path(__file__).parent.parent.parent / "shared" / "traces"

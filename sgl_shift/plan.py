@@ -19,10 +19,12 @@ from pathlib import Path
 from sgl_shift import support
 from sgl_shift.config import Settings
 from sgl_shift.cost import Batch, Chunk, StepCost
+from sgl_shift.deployment import Deployment, DoesNotFitError, Scheduler, weights_of
 from sgl_shift.hardware import GPUS, MIB, Profile
 from sgl_shift.layout import Layout, LayoutError, divisors
+from sgl_shift.served import Result
 from sgl_shift.shape import ModelShape, ShapeError
-from sgl_shift.simulate import Deployment, DoesNotFitError, Result, Scheduler, simulate, weights_of
+from sgl_shift.simulate import simulate
 from sgl_shift.traces import Request, Scale, TraceError, load
 
 GOALS = {

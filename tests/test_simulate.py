@@ -14,11 +14,13 @@ from benchmarks.models import CONFIGS
 from benchmarks.workloads import always_base, always_shift, at_once, constant_rate, frequent_switches
 from sgl_shift.config import Settings
 from sgl_shift.cost import Batch, Chunk
+from sgl_shift.deployment import Deployment, DoesNotFitError, Scheduler
 from sgl_shift.hardware import GPUS, Profile
 from sgl_shift.layout import Layout
 from sgl_shift.policy import Configuration
+from sgl_shift.served import Result
 from sgl_shift.shape import ModelShape
-from sgl_shift.simulate import Deployment, DoesNotFitError, Result, Scheduler, simulate
+from sgl_shift.simulate import simulate
 from sgl_shift.traces import Request
 
 MODEL = ModelShape.from_config(CONFIGS["Llama-8B"])
