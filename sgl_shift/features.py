@@ -97,6 +97,14 @@ FEATURES: tuple[Feature, ...] = (
         read="mem_cache/hicache_*, disaggregation/*: they copy KV pool rows, which equal stock's in every slot",
         option="enable_hierarchical_cache",
     ),
+    Feature(
+        "Memory released and resumed (`--enable-memory-saver`)",
+        EXPECTED,
+        run="test_weights.py",
+        read="without the memory saver, which needs a GPU, it runs; SchedulerWeightUpdaterManager: the weights lie in "
+        "its region, as stock's",
+        option="enable_memory_saver",
+    ),
     Feature("FP8 and bfloat16 KV caches", WORKS, "test_quantization.py"),
     Feature(
         "Scales of an FP8 KV cache",
@@ -111,6 +119,12 @@ FEATURES: tuple[Feature, ...] = (
         read="models/utils.py:enable_fused_set_kv_buffer, off in base batches",
     ),
     Feature("Quantized checkpoints: block FP8", WORKS, "test_quantization.py"),
+    Feature(
+        "Quantized checkpoints: FP8 a channel (compressed-tensors) or a tensor",
+        EXPECTED,
+        run="test_quantization.py",
+        read="only what is loaded is run: stock has no CPU kernel for them; fp8_kernel.py, fp8_utils.py",
+    ),
     Feature(
         "Quantized checkpoints: other schemes",
         EXPECTED,

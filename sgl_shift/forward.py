@@ -41,6 +41,15 @@ class Batch(NamedTuple):
     # Rows of the hidden states that are needed afterwards, None for all; asked in the base configuration only, so that
     # a stock batch does not pay for it.
     rows: Callable[[], Sequence[int] | None]
+    # "decode" or "prefill" while a CUDA graph is captured, for which the batch stands with its padded tokens.
+    captured_as: str = ""
+
+
+class Captured(NamedTuple):
+    """What a CUDA graph replays."""
+
+    configuration: Configuration
+    chosen: bool  # by the settings of then; not because the base model could not take the batch
 
 
 @dataclass
@@ -61,6 +70,10 @@ class ShiftParallel:
     shared: list[SharedWeight] = field(default_factory=list)
     why_separate: str = ""  # why the base model has weights of its own, if it has
     weight_bytes: dict[str, int] = field(default_factory=dict)
+    captured: dict[str, dict[int, Captured]] = field(default_factory=dict)  # by kind of graph and padded tokens
+    forced: Configuration | None = None  # for batches that warm kernels up
+    # SGLang's groups of the base configuration, which take part in the capture of graphs.
+    coordinators: tuple[Any, ...] = ()
     num_tokens: int = 0  # tokens of the base forward in progress, 0 outside of one
     settings: Settings = field(init=False)
 
@@ -78,16 +91,39 @@ class ShiftParallel:
             stock, base: the decoder stack of the shift and of the base configuration; called with
                 ``batch.arguments``, they return hidden states [T, d], or tuples and lists of such.
         """
-        configuration = choose(
-            self.settings, batch.num_tokens, base_can_run=batch.base_can_run and bool(self.base_model)
-        )
+        able = batch.base_can_run and bool(self.base_model)
+        configuration = choose(self.settings, batch.num_tokens, base_can_run=able)
+        if self.forced is not None and able:
+            configuration = self.forced
         if self.agree is not None:
             self.agree(configuration, batch.num_tokens)
-        if batch.num_tokens:
+        if batch.captured_as:
+            self.captured.setdefault(batch.captured_as, {})[batch.num_tokens] = Captured(configuration, able)
+        elif batch.num_tokens:
             self.stats.record(configuration, batch.num_tokens)
         if configuration is Configuration.SHIFT:
             return stock(**batch.arguments)
         return self._run_base(base, batch)
+
+    def replayed(self, kind: str, num_tokens: int) -> Configuration:
+        """The configuration of the graph that a batch of ``num_tokens`` is padded to: the smallest that it fits in."""
+        graphs = self.captured.get(kind, {})
+        padded = min((size for size in graphs if size >= num_tokens), default=None)
+        return Configuration.SHIFT if padded is None else graphs[padded].configuration
+
+    def frozen(self, settings: Settings) -> dict[str, list[int]]:
+        """Padded tokens of the captured graphs, by kind, that belong in the other configuration by ``settings``."""
+        return {
+            kind: sizes
+            for kind, graphs in self.captured.items()
+            if (
+                sizes := sorted(
+                    size
+                    for size, graph in graphs.items()
+                    if graph.chosen and choose(settings, size, base_can_run=True) is not graph.configuration
+                )
+            )
+        }
 
     def _run_base(self, base: Callable[..., Any], batch: Batch) -> Any:
         """Algorithm 1: this rank's slice of the batch through the base model, then the needed rows, gathered."""
@@ -102,7 +138,8 @@ class ShiftParallel:
                 hidden = base(**mine)
         finally:
             self.num_tokens = 0
-        return self._gather(hidden, batch.num_tokens, batch.rows())
+        rows = None if batch.captured_as else batch.rows()  # which rows are needed changes from replay to replay
+        return self._gather(hidden, batch.num_tokens, rows)
 
     def _gather(self, hidden: Any, num_tokens: int, rows: Sequence[int] | None) -> Any:
         if isinstance(hidden, (tuple, list)):  # hidden states and auxiliary ones

@@ -14,7 +14,7 @@ weight becomes a view of it. Knows tensors and a group; ``sgl_shift_patches.weig
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -36,44 +36,65 @@ class Cut(NamedTuple):
     copy: str = ""  # why the TP weight keeps memory of its own; empty: it is a view
 
 
+class Holder(Protocol):
+    """What holds a tensor: a parameter, or a place where one is to be found."""
+
+    data: torch.Tensor
+
+
 class SharedWeight:
     """One weight of both configurations.
 
     Args:
-        tp, base: the parameters of the two models. ``tp`` holds its values; ``base`` those that it was made with.
+        tp, base: those of the two models. ``tp`` holds its values; ``base`` those that it was made with.
     """
 
-    def __init__(self, cut: Cut, tp: torch.nn.Parameter, base: torch.nn.Parameter, sp_size: int, sp_rank: int) -> None:
+    def __init__(self, cut: Cut, tp: Holder, base: Holder, sp_size: int, sp_rank: int) -> None:
         self.cut, self.tp, self.base, self.sp_size = cut, tp, base, sp_size
         shard = tp.data
         self._storage = base.data
+        self._view = shard  # what the TP model is to have
         if cut.dim is None:
             base.data = shard
         elif not cut.copy and cut.dim == 0:
             # Repeated rows make the storage larger than the weight that the base model came with.
-            fits = base.numel() == sp_size * shard.numel()
-            self._storage = (base.data if fits else shard.new_empty(sp_size, *shard.shape)).view(sp_size, *shard.shape)
+            fits = self._storage.numel() == sp_size * shard.numel() and self._storage.is_contiguous()
+            storage = self._storage if fits else shard.new_empty(sp_size, *shard.shape)
+            self._storage = storage.view(sp_size, *shard.shape)
             self._adopt(self._storage.flatten(0, 1), self._storage[sp_rank])
         elif not cut.copy:
             width = shard.shape[cut.dim]
             self._adopt(self._storage, self._storage.narrow(cut.dim, sp_rank * width, width))
 
     def _adopt(self, base: torch.Tensor, view: torch.Tensor) -> None:
-        self.base.data = base
         view.copy_(self.tp.data)
-        self.tp.data = view
+        self.base.data = base
+        self.tp.data = self._view = view
 
     def gather(self, group: Group) -> None:
         """Bring the TP shards of all SP ranks into the base weight, in place; collective over the SP group."""
-        cut, shard = self.cut, self.tp.data
+        cut, view = self.cut, self._view
+        if self.tp.data.data_ptr() != view.data_ptr():  # an update has put another tensor there
+            view.copy_(self.tp.data)
+            self.tp.data = view
         if cut.dim is None:
             return
         if cut.dim == 0 and not cut.copy:
-            group.all_gather(self._storage.view(-1), shard.view(-1))  # the shard is where it goes
-            return
-        shards = shard.new_empty(self.sp_size, *shard.shape)
-        group.all_gather(shards.view(-1), shard.reshape(-1))
-        self._storage.copy_(assemble(shards, cut))
+            group.all_gather(_bytes(self._storage), _bytes(view))  # the shard is where it goes
+        else:
+            self._storage.copy_(assemble(gathered(view, self.sp_size, group), cut))
+
+
+def gathered(shard: torch.Tensor, sp_size: int, group: Group) -> torch.Tensor:
+    """The shards [SP, ...] of all SP ranks; collective over the SP group."""
+    shards = shard.new_empty(sp_size, *shard.shape)
+    group.all_gather(_bytes(shards), _bytes(shard.contiguous()))
+    return shards
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Collectives do not know every dtype (FP8)."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def assemble(shards: torch.Tensor, cut: Cut) -> torch.Tensor:

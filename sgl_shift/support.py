@@ -128,7 +128,6 @@ RULES: tuple[Rule, ...] = (
     Rule("ple_offload_embedding", given, _ONE_COPY),
     Rule("kt_weight_path", given, _ONE_COPY),
     Rule("enable_paged_experts", given, _ONE_COPY),
-    Rule("enable_memory_saver", given, _ONE_COPY),
     Rule("weight_cache_mode", neither("off"), _ONE_COPY, "use --weight-cache-mode off"),
     Rule("startup_weight_load_mode", neither("serial"), _ONE_COPY, "use --startup-weight-load-mode serial"),
     Rule("custom_weight_loader", given, _ONE_COPY),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -26,7 +27,8 @@ class Checkpoint(NamedTuple):
     total: int
     stack: int  # without the LM head, which the base configuration has none of
     experts: int = 0  # their part of the stack
-    quantized: bool = False
+    columns: int = 0  # layers outside of experts that are cut along their columns
+    dtypes: frozenset[str] = frozenset()  # of quantized weights
 
     @classmethod
     def in_folder(cls, folder: Path, itemsize: int) -> Checkpoint | None:
@@ -35,8 +37,8 @@ class Checkpoint(NamedTuple):
         Args:
             itemsize: of the dtype that unquantized weights are loaded in, in bytes.
         """
-        total = head = experts = 0
-        quantized = False
+        total = head = experts = columns = 0
+        dtypes = set()
         for file in folder.glob("*.safetensors"):
             with file.open("rb") as content:
                 header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
@@ -49,13 +51,15 @@ class Checkpoint(NamedTuple):
                 total += size
                 head += size if name.startswith("lm_head.") else 0
                 experts += size if ".experts." in name else 0
-                quantized |= not plain
-        return cls(total, total - head, experts, quantized) if total else None
+                columns += size if re.search(r"\.(o_proj|down_proj)\.", name) and ".experts." not in name else 0
+                dtypes |= set() if plain else {tensor["dtype"]}
+        return cls(total, total - head, experts, columns, frozenset(dtypes)) if total else None
 
     def together(self, world_size: int, tp_size: int, *, gpu: bool) -> float:
         """About what a rank holds of both configurations, in bytes (docs/weights.md)."""
         stock, base = self.total / world_size, self.stack / tp_size
-        if self.quantized:
+        if not self.dtypes <= {"F8_E4M3"}:
             return base + stock
-        copies = self.experts if gpu else self.experts * 2 / 3  # w13 is two thirds
+        copies = self.experts if gpu or self.dtypes else self.experts * 2 // 3  # w13 is two thirds
+        copies += self.columns if self.dtypes else 0
         return base + (self.total - self.stack + copies) / world_size

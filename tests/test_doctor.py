@@ -85,7 +85,7 @@ class TestFingerprints:
             for alias in node.names
         }
         # Values, and an enum that names hook and device kinds: no function that could behave differently.
-        assert imported - known == {"app", "envs", "HookType", "PlatformEnum"}
+        assert imported - known == {"app", "envs", "GPU_MEMORY_TYPE_WEIGHTS", "HookType", "PlatformEnum"}
 
 
 @pytest.fixture

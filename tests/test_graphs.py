@@ -1,79 +1,154 @@
-"""Which CUDA graphs are captured. Capturing itself needs a GPU; what is asked for does not."""
+"""What CUDA graphs hold. Capturing itself needs a GPU; what is asked for, and what a replay is counted as, does not."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
 
 from sgl_shift.config import Settings, ShiftConfig
+from sgl_shift.forward import Batch, ShiftParallel
+from sgl_shift.layout import Layout
+from sgl_shift.policy import Configuration
 from sgl_shift_patches import resolution
 from tests.hosting import import_sglang
 
+SHIFT, BASE = Configuration.SHIFT, Configuration.BASE
 
-def limited(settings: Settings, decode: list[int], prefill: list[int]):
-    """(decode, prefill) phases after the limit, and the largest batch that a graph may replay."""
+
+def planned(
+    settings: Settings, decode: list[int], prefill: list[int], **arguments: Any
+) -> tuple[ShiftConfig, Any, Any]:
+    """(configuration, decode graphs, prefill graphs) that are asked for, and what the doctor says of them."""
     import_sglang()
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
     from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
     from sglang.srt.server_args import ServerArgs
 
-    server_args = ServerArgs(model_path="none")
+    server_args = ServerArgs(model_path="none", **arguments)
     graphs = CudaGraphConfig(
         decode=PhaseConfig(backend="full", bs=decode, max_bs=decode[-1]),
         prefill=PhaseConfig(backend="breakable", bs=prefill, max_bs=prefill[-1]),
     )
     declare_resolution(server_args, "test", cuda_graph_config=graphs)
-    resolution.limit_graphs(server_args, ShiftConfig(2, settings))
-    now = resolving_view(server_args).cuda_graph_config
-    assert graphs.decode.bs == decode  # what was there before is not written to
-    return now.decode, now.prefill, resolution.captured_tokens(server_args)
+    shift = resolution.plan_graphs(server_args, ShiftConfig(2, settings))
+    return shift, resolving_view(server_args).cuda_graph_config, resolution.captured_graphs(server_args, shift)
 
 
-def test_graphs_that_hold_stock_tp_end_at_the_threshold():
-    decode, prefill, captured = limited(Settings(threshold=250), [1, 128, 248, 256, 512], [4, 256, 8192])
-    assert (decode.backend, decode.bs, decode.max_bs) == ("full", [1, 128, 248], 248)
-    assert (prefill.backend, prefill.bs, prefill.max_bs) == ("breakable", [4], 4)
-    assert captured == 248
+def test_every_graph_holds_the_configuration_of_its_tokens():
+    shift, graphs, said = planned(Settings(threshold=256), [1, 248, 256, 512], [4, 256, 288, 8192])
+    assert shift.settings.threshold == 256
+    assert (graphs.decode.bs, graphs.prefill.bs) == ([1, 248, 256, 512], [4, 256, 288, 8192])
+    assert said == [
+        "decode, 1 to 256 tokens: shift",
+        "decode, 512 to 512 tokens: base",
+        "prefill, 4 to 256 tokens: shift",
+        "prefill, 288 to 8192 tokens: base",
+    ]
 
 
-def test_a_threshold_below_every_bucket_leaves_no_graph():
-    decode, prefill, captured = limited(Settings(threshold=3), [1, 2, 4], [4, 8])
-    assert (decode.bs, decode.max_bs) == ([1, 2], 2)
-    assert prefill.backend == "disabled"
-    assert captured == 2
+@pytest.mark.parametrize(
+    ("threshold", "width", "expected"),
+    [(250, 1, 256), (248, 1, 248), (600, 1, 600), (1, 1, 1), (250, 4, 992), (1000, 4, 1024)],
+)
+def test_the_threshold_is_a_size_of_the_decode_graphs(threshold, width, expected):
+    """249 requests are padded to 256. With speculation a request is several tokens."""
+    arguments = {"speculative_num_draft_tokens": width} if width > 1 else {}
+    shift, _, _ = planned(Settings(threshold), [1, 248, 256, 512], [4], **arguments)
+    assert shift.settings.threshold == expected
 
 
-def test_always_base_captures_nothing():
-    decode, prefill, captured = limited(Settings(mode="sp"), [1, 2, 4], [4, 8])
-    assert (decode.backend, prefill.backend, captured) == ("disabled", "disabled", 0)
+def test_a_mode_is_not_snapped():
+    assert planned(Settings(250, "sp"), [1, 256], [4])[0].settings == Settings(250, "sp")
 
 
-@pytest.mark.parametrize("threshold", [8192, 100_000])
-def test_graphs_within_the_threshold_are_as_sglang_made_them(threshold):
-    decode, prefill, captured = limited(Settings(threshold=threshold), [1, 512], [4, 8192])
-    assert (decode.bs, prefill.bs, captured) == ([1, 512], [4, 8192], 8192)
+def test_adapters_keep_graphs_in_tp():
+    _, _, said = planned(Settings(4), [1, 256], [8], enable_lora=True, lora_paths=[])
+    assert said == ["decode, 1 to 256 tokens: shift", "prefill, 8 to 8 tokens: shift"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"), [(Settings(256), [4, 256]), (Settings(2), None), (Settings(2, "sp"), None)], ids=str
+)
+def test_prefill_in_the_base_configuration_may_be_kept_out_of_graphs(settings, kept, monkeypatch):
+    monkeypatch.setenv(resolution.EAGER_VARIABLE, "1")
+    _, graphs, _ = planned(settings, [1, 2, 512], [4, 256, 8192])
+    assert graphs.decode.bs == [1, 2, 512]
+    if kept:
+        assert (graphs.prefill.backend, graphs.prefill.bs, graphs.prefill.max_bs) == ("breakable", kept, kept[-1])
+    else:
+        assert graphs.prefill.backend == "disabled"
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, "flashinfer"), ("fa3", "fa3")])
+def test_flashinfer_is_the_default_on_cuda(asked, expected, monkeypatch):
+    import_sglang()
+    import sglang.srt.utils
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.server_args import ServerArgs
+
+    from sgl_shift_patches import cli
+
+    monkeypatch.setattr(sglang.srt.utils, "is_cuda", lambda: True)
+    server_args = ServerArgs(model_path="none", attention_backend=asked)
+    cli._attach(server_args, ShiftConfig(2))
+    seen = []
+    resolution.default_attention_backend(
+        server_args, lambda arguments: seen.append(resolving_view(arguments).attention_backend)
+    )
+    assert seen == [expected]
+
+
+# --- what a graph replays ---
+
+
+def shift_parallel(settings: Settings) -> ShiftParallel:
+    return ShiftParallel(ShiftConfig(2, settings), Layout(2, 2), 1, None, nullcontext, base_model=[nn.Identity()])
+
+
+def capture(shift: ShiftParallel, kind: str, sizes: list[int], monkeypatch: Any, able: bool = True) -> None:
+    ran = []
+    monkeypatch.setattr(shift, "_run_base", lambda _base, batch: ran.append((BASE, batch.num_tokens)))
+    for size in sizes:
+        arguments = {"input_ids": torch.zeros(size, dtype=torch.long)}
+        batch = Batch(arguments, size, able, lambda: None, captured_as=kind)
+        shift.run(lambda input_ids: ran.append((SHIFT, len(input_ids))), None, batch)
+    for configuration, size in ran:
+        assert shift.captured[kind][size].configuration is configuration
+
+
+def test_a_replay_is_counted_as_what_its_graph_holds(monkeypatch):
+    shift = shift_parallel(Settings(256))
+    capture(shift, "decode", [512, 256, 1], monkeypatch)
+    capture(shift, "prefill", [512, 288, 4], monkeypatch, able=False)  # as with adapters
+    assert shift.stats.total == 0
+    assert [shift.replayed("decode", n) for n in (1, 2, 256, 257, 512)] == [SHIFT, SHIFT, SHIFT, BASE, BASE]
+    assert shift.replayed("prefill", 300) is SHIFT
 
 
 def test_a_setting_that_captured_graphs_cannot_follow_is_rejected(monkeypatch):
-    from contextlib import nullcontext
-    from types import SimpleNamespace
-
     import_sglang()
     from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected
-    from torch import nn
 
-    from sgl_shift.forward import ShiftParallel
-    from sgl_shift.layout import Layout
     from sgl_shift_patches import control, state
 
-    shift = ShiftParallel(ShiftConfig(2, Settings(256)), Layout(2, 2), 1, None, nullcontext, base_model=[nn.Identity()])
+    shift = shift_parallel(Settings(256))
+    capture(shift, "decode", [1, 256, 512], monkeypatch)
+    capture(shift, "prefill", [288, 4], monkeypatch, able=False)
     monkeypatch.setattr(state, "_shift", shift)
-    monkeypatch.setattr(resolution, "captured_tokens", lambda _server_args: 256)
-    controller = SimpleNamespace(scheduler=SimpleNamespace(server_args=None))
-    handlers = control.update_handlers({}, controller)
-    for key, value in ((control.THRESHOLD, 255), (control.MODE, 1)):  # 1: sp
-        with pytest.raises(UpdateRejected, match="CUDA graphs hold stock TP for batches of up to 256 tokens"):
+    handlers = control.update_handlers({}, None)
+    for key, value, held in (
+        (control.THRESHOLD, 255, "decode graphs of 256 tokens"),
+        (control.THRESHOLD, 512, "decode graphs of 512 tokens"),
+        (control.MODE, 1, "decode graphs of 1 to 256 tokens"),  # sp
+        (control.MODE, 2, "decode graphs of 512 tokens"),  # tp
+    ):
+        with pytest.raises(UpdateRejected, match=held):
             handlers[key].validate(key, value)
-    for key, value in ((control.THRESHOLD, 256), (control.THRESHOLD, 4000), (control.MODE, 2)):
-        handlers[key].validate(key, value)
-        handlers[key].apply(key, value)
-    assert shift.settings == Settings(4000, "tp")
+    for value in (256, 300, 511):  # the same for every graph; what runs eagerly follows
+        handlers[control.THRESHOLD].validate(control.THRESHOLD, value)
+        handlers[control.THRESHOLD].apply(control.THRESHOLD, value)
+    assert shift.settings == Settings(511)

@@ -80,7 +80,6 @@ def resolve(folder, **arguments):
         (DENSE, {"tp_size": 2, "sp_size": 2, "cpu_offload_gb": 1}, "--cpu-offload-gb 1: .*two"),
         (DENSE, {"tp_size": 2, "sp_size": 2, "load_format": "sharded_state"}, "--load-format sharded_state: .*auto"),
         (DENSE, {"tp_size": 2, "sp_size": 2, "enable_torch_compile": True}, "--enable-torch-compile: Dynamo"),
-        (DENSE, {"tp_size": 2, "sp_size": 2, "enable_memory_saver": True}, "--enable-memory-saver: "),
         (DENSE, {"tp_size": 2, "sp_size": 2, "use_ray": True}, "--use-ray: the Ray launcher"),
         (MOE, {"tp_size": 2, "sp_size": 2, "ep_size": 2}, "--ep-size 2: .*; use --ep-size 1"),
     ],

@@ -18,7 +18,7 @@ from torch import nn
 from sgl_shift.storage import Cut, Part, SharedWeight, assemble, natural_order
 from tests import parity
 from tests.checkpoints import DENSE, FEW_KV_HEADS, MOE, Tiny
-from tests.families import FAMILIES, GPT_OSS, LLAMA4, OLMO2, QWEN2_MOE, attention_with_sinks, stand_ins
+from tests.families import FAMILIES, GEMMA3, GPT_OSS, LLAMA4, OLMO2, QWEN2_MOE, attention_with_sinks, stand_ins
 from tests.hosting import HostDied
 from tests.parity import Requests
 from tests.probes import Probe
@@ -33,7 +33,7 @@ class Recorded:
         self.shards = shards
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        output.copy_(self.shards.reshape(-1))
+        output.view(self.shards.dtype).copy_(self.shards.reshape(-1))
 
 
 @settings(deadline=None)
@@ -60,6 +60,12 @@ def test_a_layer_shard_by_shard_puts_out_what_a_layer_part_by_part_does(describe
     torch.testing.assert_close(natural_order(x @ base.T, parts, sp_size), x @ expected.T)
     base[:] = 3.0
     assert (tp == 3).all()
+    tp.data = torch.full_like(tp, 4.0)  # as process_weights_after_loading does
+    shards[rank % sp_size] = 4.0
+    weight.gather(Recorded(shards))
+    assert (tp == 4).all()
+    base[:] = 5.0
+    assert (tp == 5).all()
 
 
 @pytest.mark.parametrize("copy", ["", "a kernel wants it"])
@@ -90,7 +96,7 @@ def inspect_weights(scheduler: Any) -> dict[str, Any]:
         fresh = model_runner.read_again(runner, shift)
     expected = dict(fresh.named_parameters())
     base = dict(shift.base_model[0].named_parameters())
-    cuts = {id(weight.base): weight for weight in shift.shared}
+    cuts = {id(weight.base.parameter): weight for weight in shift.shared}
     differ, separate = [], []
     for name, parameter in base.items():
         weight = cuts[id(parameter)]
@@ -99,7 +105,7 @@ def inspect_weights(scheduler: Any) -> dict[str, Any]:
             ours = assemble(parameter.view(shift.layout.sp_size, -1, *parameter.shape[1:]), weight.cut)
         if ours.shape != expected[name].shape or not torch.equal(ours, expected[name]):
             differ.append(name)
-        if weight.tp.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+        if weight.tp.data.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
             separate.append(name)
     # Memory that nobody has written holds zeros, or anything.
     unloaded = [
@@ -107,13 +113,13 @@ def inspect_weights(scheduler: Any) -> dict[str, Any]:
         for name, p in base.items()
         if not p.isfinite().all() or p.abs().max() > 1e3 or (p == 0).float().mean() > (0.5 if "embed" in name else 0.1)
     ]
-    before = {id(weight): weight.tp.clone() for weight in shift.shared}
+    before = {id(weight): weight.tp.data.clone() for weight in shift.shared}
     unseen = []
     for name, parameter in base.items():
         weight = cuts[id(parameter)]
         old = parameter.clone()
         parameter += 1.0
-        if not torch.equal(weight.tp, before[id(weight)] + 1.0) and name not in separate:
+        if not torch.equal(weight.tp.data, before[id(weight)] + 1.0) and name not in separate:
             unseen.append(name)
         parameter.copy_(old)
     outside = dict(runner.model.named_parameters())
@@ -185,6 +191,52 @@ def test_weights_that_cannot_be_shared_are_read_again(start):
     assert "asks for it" in info["separate_weights"]
     assert info["weight_bytes"]["resident"] > 1.4 * info["weight_bytes"]["base"]
     assert host.call(_update_from_disk, "/nowhere") == [False, True]
+
+
+def forget_buffers(scheduler: Any) -> int:
+    """What releasing the memory of weights does to buffers of both models."""
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import _resolve_transformer_layer_model as stack
+
+    from sgl_shift_patches import state
+
+    stock = stack(scheduler.tp_worker.model_runner.model)
+    own = set()
+    for model in (stock, *state.current().base_model):
+        for buffer in model.buffers():
+            own ^= {buffer.data_ptr()}
+            buffer.zero_()
+    return len(own)
+
+
+def _release(engine: Any) -> None:
+    engine.release_memory_occupation()
+
+
+def _resume(engine: Any) -> None:
+    engine.resume_memory_occupation()
+
+
+def test_released_memory_comes_back_to_both_configurations(start, tmp_path):
+    """Buffers, that is: the CPU has no memory saver that would take the weights."""
+    probe = Probe(tmp_path, forget_buffers)
+
+    def in_rank(rank: int) -> None:
+        probe.install(rank)
+        torch.get_device_module = lambda *_: torch.cpu  # SGLang synchronizes it, and torch sees CUDA, without a GPU
+
+    host = start(GEMMA3, 2, sp_size=2, in_rank=in_rank)
+    expected = {}
+    for mode in ("sp", "tp"):
+        host.set(mode=mode)
+        host.flush_cache()
+        expected[mode] = host.call(_answers)
+    host.call(_release)
+    assert all(rank["extra"] for rank in host.probe(tmp_path))  # the base model has buffers of its own
+    host.call(_resume)
+    for mode in ("sp", "tp"):
+        host.set(mode=mode)
+        host.flush_cache()
+        assert host.call(_answers) == expected[mode]
 
 
 class SmallVocabulary(Tiny):

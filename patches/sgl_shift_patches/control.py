@@ -49,11 +49,9 @@ def name_app_for_workers() -> None:
         envs.SGLANG_HTTP_SERVER_APP_PATH.set("sgl_shift_patches.http_app:app")
 
 
-def update_handlers(handlers: dict[str, Any], controller: Any) -> dict[str, Any]:
+def update_handlers(handlers: dict[str, Any], _controller: Any) -> dict[str, Any]:
     """After ``SchedulerInternalStateController._update_handlers``: two more."""
     from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
-
-    from sgl_shift_patches.resolution import captured_tokens
 
     def changed(key: str, value: Any) -> Settings:
         shift = state.current()
@@ -67,12 +65,11 @@ def update_handlers(handlers: dict[str, Any], controller: Any) -> dict[str, Any]
             raise UpdateRejected(str(error)) from None
         if settings.mode != "tp" and not shift.base_model:
             raise UpdateRejected("the server was started with --shift-mode tp: there is no base model to switch to")
-        captured = captured_tokens(controller.scheduler.server_args)
-        base_from = {"sp": 1, "shift": settings.threshold + 1, "tp": captured + 1}[settings.mode]
-        if base_from <= captured:
+        if frozen := shift.frozen(settings):
+            held = "; ".join(f"{kind} graphs of {_ranges(sizes)} tokens" for kind, sizes in frozen.items())
             raise UpdateRejected(
-                f"CUDA graphs hold stock TP for batches of up to {captured} tokens and cannot follow threshold "
-                f"{settings.threshold}, mode {settings.mode}; restart with these settings, or with --disable-cuda-graph"
+                f"CUDA graphs cannot follow threshold {settings.threshold}, mode {settings.mode}: {held} hold the "
+                "other configuration; restart with these settings, or with --disable-cuda-graph"
             )
         return settings
 
@@ -85,3 +82,7 @@ def update_handlers(handlers: dict[str, Any], controller: Any) -> dict[str, Any]
 
     handler = _UpdateHandler(lambda key, value: changed(key, value) and None, apply)
     return {**handlers, THRESHOLD: handler, MODE: handler}
+
+
+def _ranges(sizes: list[int]) -> str:
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"

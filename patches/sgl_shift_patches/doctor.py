@@ -127,9 +127,8 @@ def deployment(arguments: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
         ),
     ]
     memory, problems = memory_of(shift, heads, model, resolved)
-    captured = resolution.captured_tokens(server_args)
-    graphs = f"stock TP, up to {captured} tokens; larger batches run eagerly" if captured else "none"
-    return [*rows, *memory, ("CUDA graphs", graphs), *routed(resolved)], problems
+    graphs = resolution.captured_graphs(server_args, shift)
+    return [*rows, *memory, ("CUDA graphs", "; ".join(graphs) or "none"), *routed(resolved)], problems
 
 
 def memory_of(

@@ -28,6 +28,7 @@ ALLOW_VARIABLE = "SGL_SHIFT_ALLOW_CHANGED_SGLANG"
 _SRT = "sglang.srt"
 _GROUP = f"{_SRT}.distributed.parallel_state"
 _CONTROL = f"{_SRT}.managers.scheduler_components.internal_state"
+_FP8 = f"{_SRT}.layers.quantization.compressed_tensors.schemes.compressed_tensors_w8a8_fp8"
 _RUNNER = f"{_SRT}.model_executor"
 
 # Not hooked, but called or followed: target -> what for.
@@ -36,7 +37,7 @@ RELIED_ON: dict[str, str] = {
     f"{_SRT}.plugins.hook_registry.HookRegistry": "installs the hooks; registry.install knows how it marks targets",
     f"{_SRT}.arg_groups.resolution_hooks.register_resolution_hook": "resolution.register",
     f"{_SRT}.arg_groups.pipeline.run_resolution_pipeline": "resolution.STEP is its last step",
-    f"{_SRT}.arg_groups.overrides.declare_resolution": "resolution.limit_graphs writes through it",
+    f"{_SRT}.arg_groups.overrides.declare_resolution": "resolution.plan_graphs writes through it",
     f"{_SRT}.arg_groups.model_override_base.resolving_view": "reads resolved arguments",
     f"{_SRT}.arg_groups.model_override_base.model_config_of": "reads heads and architecture",
     f"{_SRT}.configs.model_config.AttentionArch": "tells MLA",
@@ -78,6 +79,13 @@ RELIED_ON: dict[str, str] = {
     f"{_SRT}.layers.quantization.unquant.get_bf16_gemm_backend": "weights.cut_of: which takes strided weights",
     f"{_SRT}.layers.moe.fused_moe_triton.layer.FusedMoE": "weights.cut_of",
     f"{_SRT}.layers.dual_gemm.DualGemm": "weights: off in the base model",
+    f"{_SRT}.layers.quantization.fp8_activation.DenseSiluAndMulQuant": "weights: off in the base model",
+    f"{_SRT}.layers.quantization.kv_cache.BaseKVCacheMethod": "weights.is_quantized: the stock layer's",
+    f"{_SRT}.layers.quantization.fp8.Fp8LinearMethod": "weights: how weights lie as loaded",
+    f"{_SRT}.layers.quantization.fp8.Fp8MoEMethod": "weights: how weights lie as loaded",
+    f"{_FP8}.CompressedTensorsW8A8Fp8": "weights: how weights lie as loaded",
+    f"{_FP8}_moe.CompressedTensorsW8A8Fp8MoE": "weights: how weights lie as loaded",
+    f"{_SRT}.model_loader.loader.DefaultModelLoader.postprocess_weights": "processes the base model's weights",
     f"{_SRT}.utils.common.is_cuda": "weights.refuse",
     f"{_SRT}.utils.common.is_cpu": "weights.refuse",
     **{
@@ -101,8 +109,8 @@ RELIED_ON: dict[str, str] = {
     f"{_RUNNER}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute": "a graph replays without our code",
     f"{_RUNNER}.runner_utils.capture_mode.get_is_capture_mode": "model_runner.can_run_in_base",
     f"{_RUNNER}.forward_batch_info.ForwardMode": "model_runner.can_run_in_base",
-    f"{_RUNNER}.cuda_graph_config.Phase": "resolution.limit_graphs",
-    f"{_RUNNER}.cuda_graph_config.with_phase": "resolution.limit_graphs",
+    f"{_RUNNER}.cuda_graph_config.Phase": "resolution.plan_graphs",
+    f"{_RUNNER}.cuda_graph_config.with_phase": "resolution.plan_graphs",
     f"{_SRT}.utils.common.reserve_rope_cache_for_long_sequences": "ModelRunner.load_model calls it for its model",
     f"{_SRT}.utils.common.direct_register_custom_op": "why groups.SpGroup calls what is behind the operators",
     # The CPU platform's

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -93,6 +93,7 @@ def make_groups(config: ShiftConfig) -> ShiftParallel:
         sp_group=SpGroup(sp),
         base_scope=lambda: base_scope(base_tp),
         agree=_agreement(tp_group, layout) if debugging() else None,
+        coordinators=(sp, base_tp),
     )
 
 
@@ -102,11 +103,29 @@ def debugging() -> bool:
 
 
 def warm_up(sp: SpGroup, base_tp: Any, layout: Layout, device: torch.device) -> None:
-    """Make the communicators, which come into being with the first collective, before memory is measured."""
+    """Make the communicators, which come into being with the first collective, before memory is measured: torch's, and
+    PyNccl's, which graphs use."""
     numbers = torch.zeros(layout.sp_size, device=device)
-    sp.all_to_all(torch.empty_like(numbers), numbers)
-    sp.all_gather(torch.empty_like(numbers), numbers[:1])
-    base_tp.all_reduce(numbers)
+    with ExitStack() as pynccl:
+        for graphs in (False, True):
+            if graphs:
+                for group in (sp.coordinator, base_tp):
+                    if group.pynccl_comm is not None:
+                        pynccl.enter_context(group.pynccl_comm.change_state(enable=True))
+            sp.all_to_all(torch.empty_like(numbers), numbers)
+            sp.all_gather(torch.empty_like(numbers), numbers[:1])
+            base_tp.all_reduce(numbers)
+
+
+@contextmanager
+def graph_capture(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """Around ``parallel_state.graph_capture``, which knows SGLang's groups: ours take part as well, on its stream, so
+    that PyNccl and custom all-reduce serve them while a graph is captured."""
+    shift = state.current()
+    with original(*args, **kwargs) as context, ExitStack() as stack:
+        for group in shift.coordinators if shift is not None else ():
+            stack.enter_context(group.graph_capture(context))
+        yield context
 
 
 def meet(rank: int, layout: Layout, config: ShiftConfig) -> None:

@@ -6,13 +6,17 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sgl_shift.forward import TOKEN_DIM, Batch, ShiftParallel
 from sgl_shift.layout import HeadLayout, LayoutError
 from sgl_shift.policy import Configuration
+from sgl_shift.stats import Stats
 from sgl_shift.weights import weight_bytes
 from sgl_shift_patches import radix_attention, state, weights
 
@@ -25,10 +29,13 @@ AUX_CAPTURE = ("layers_to_capture", "capture_aux_hidden_states", "_is_layer_to_c
 
 def load_model(stock_load: Callable[..., None], runner: Any) -> None:
     """Around ``ModelRunner.load_model``. Runs before the KV pool is sized, so the pool takes what both models leave."""
-    stock_load(runner)
     shift = state.current()
     if shift is None or runner.is_draft_worker:
+        stock_load(runner)
         return
+    loading.runner = runner if shift.config.loads_base else None
+    stock_load(runner)
+    loading.runner = None
     model = runner.model_config
     original = getattr(model.hf_config, "original_num_attention_heads", model.num_attention_heads)
     if shift.config.loads_base and original != model.num_attention_heads:
@@ -70,15 +77,74 @@ def load_base_model(runner: Any, shift: ShiftParallel) -> nn.Module:
 def on_shared_storage(runner: Any, shift: ShiftParallel) -> nn.Module | None:
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import _resolve_transformer_layer_model
 
+    if shift.why_separate:  # found out while it was loaded
+        return None
     stock_stack = _resolve_transformer_layer_model(runner.model)
+    stack, loading.base = loading.base, None
     try:
-        weights.refuse(stock_stack)
-        stack = _resolve_transformer_layer_model(weights.build(runner, shift))  # LM head and the like are gone now
-        weights.share(shift, stack, stock_stack)
+        with _memory_saver_region(runner):
+            return _share(runner, shift, stock_stack, stack)
     except weights.CannotShareError as why:
         shift.why_separate = str(why)
         return None
+
+
+def _share(runner: Any, shift: ShiftParallel, stock_stack: nn.Module, stack: nn.Module | None) -> nn.Module:
+    """The base stack; ``stack`` where it has been loaded and awaits processing."""
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import _resolve_transformer_layer_model
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    if stack is None:
+        weights.refuse(stock_stack, as_loaded=False)
+        # LM head and the like are gone with the rest of the model.
+        stack = _resolve_transformer_layer_model(weights.build(runner, shift))
+    else:
+        with shift.base_scope():
+            DefaultModelLoader.postprocess_weights(stack, torch.device(runner.device))
+    weights.share(shift, stack, stock_stack)
     return stack
+
+
+def _memory_saver_region(runner: Any) -> AbstractContextManager[None]:
+    """As ``load_model_with_memory_saver``: what is allocated inside goes when weights are released."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
+    region: AbstractContextManager[None] = runner.memory_saver_adapter.region(
+        GPU_MEMORY_TYPE_WEIGHTS, enable_cpu_backup=runner.server_args.enable_weights_cpu_backup
+    )
+    return region
+
+
+@dataclass
+class Loading:
+    """What is loading a model, and the base stack that has got its weights in the middle of that."""
+
+    runner: Any = None
+    base: nn.Module | None = None
+
+
+loading = Loading()
+
+
+def gather_as_loaded(_result: None, model: nn.Module, _weights: Any, _target_device: Any) -> None:
+    """After ``DefaultModelLoader.load_weights_only``. What ``process_weights_after_loading`` makes of quantized weights
+    does not concatenate; what was loaded does."""
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import _resolve_transformer_layer_model
+
+    shift, runner = state.current(), loading.runner
+    if shift is None or runner is None:
+        return
+    stock_stack = _resolve_transformer_layer_model(model)
+    if not any(weights.is_quantized(module) for module in stock_stack.modules()):
+        return
+    try:
+        weights.refuse(stock_stack, as_loaded=True)
+        stack = _resolve_transformer_layer_model(weights.build(runner, shift))
+        weights.gather_as_loaded(shift, stack, stock_stack)
+    except weights.CannotShareError as why:
+        shift.why_separate = str(why)
+    else:
+        loading.base = stack
 
 
 def read_again(runner: Any, shift: ShiftParallel) -> nn.Module:
@@ -156,6 +222,8 @@ def mask_foreign_ids(base_stack: nn.Module) -> None:
 
 def describe(runner: Any, arguments: dict[str, Any]) -> Batch:
     """What a call of the decoder stack asks for, in the core's terms."""
+    from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
+
     forward_batch = arguments["forward_batch"]
     given = {name: value for name, value in arguments.items() if value is not None and name != "forward_batch"}
     name = next(name for name in TOKEN_DIM if name in given)
@@ -165,7 +233,13 @@ def describe(runner: Any, arguments: dict[str, Any]) -> Batch:
         # An argument that is not known to have a row a token could not be cut into slices.
         base_can_run=can_run_in_base(forward_batch) and given.keys() <= TOKEN_DIM.keys(),
         rows=functools.partial(rows_after_prefill, runner, forward_batch),
+        captured_as=graph_kind(forward_batch) if get_is_capture_mode() else "",
     )
+
+
+def graph_kind(forward_batch: Any) -> str:
+    """Which runner's graphs a batch is replayed by: ``DecodeCudaGraphRunner``'s or ``PrefillCudaGraphRunner``'s."""
+    return "decode" if forward_batch.forward_mode.is_cuda_graph() else "prefill"
 
 
 def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -185,10 +259,8 @@ def can_run_in_base(forward_batch: Any) -> bool:
     return (
         forward_batch.forward_mode
         in (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
-        # LoRA adapters are on the stock model's layers alone.
-        and not any(adapter is not None for adapter in forward_batch.lora_ids or ())
-        # A graph is captured as stock: the new groups are not part of SGLang's capture.
-        and not get_is_capture_mode()
+        # LoRA adapters are on the stock model's layers alone. Of a graph it is not known which batches it will replay.
+        and not any(adapter is not None or get_is_capture_mode() for adapter in forward_batch.lora_ids or ())
     )
 
 
@@ -224,12 +296,51 @@ def rows_after_prefill(runner: Any, forward_batch: Any) -> Sequence[int] | None:
 
 
 def forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``ModelRunner.forward``: a graph replays without our code, and what it replays is stock."""
+    """Around ``ModelRunner.forward``: a graph replays without our code."""
     shift = state.current()
     if shift is None or runner.is_draft_worker:
         return original(runner, forward_batch, *args, **kwargs)
     before = shift.stats.total
     output = original(runner, forward_batch, *args, **kwargs)
     if shift.stats.total == before and not forward_batch.forward_mode.is_idle():
-        shift.stats.record(Configuration.SHIFT, forward_batch.input_ids.shape[0])
+        num_tokens = forward_batch.input_ids.shape[0]
+        shift.stats.record(shift.replayed(graph_kind(forward_batch), num_tokens), num_tokens)
     return output
+
+
+def in_both_configurations(original: Callable[..., Any], graph_runner: Any, *args: Any, **kwargs: Any) -> None:
+    """Around what tunes kernels with one batch of zeros: both configurations have GEMMs of their own."""
+    shift = state.current()
+    if shift is None or graph_runner.model_runner.is_draft_worker or not shift.base_model:
+        original(graph_runner, *args, **kwargs)
+        return
+    for configuration in Configuration:
+        shift.forced = configuration
+        try:
+            original(graph_runner, *args, **kwargs)
+        finally:
+            shift.forced = None
+
+
+def warm_up_base(_result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
+    """After ``ModelRunner.init_cuda_graphs``: kernels that are compiled when they are first called, before requests
+    come. Where graphs hold the base configuration this has happened."""
+    shift = state.current()
+    if shift is None or runner.is_draft_worker or not shift.base_model:
+        return
+    graphs = (graph for kind in shift.captured.values() for graph in kind.values())
+    if runner.device == "cuda" and all(graph.configuration is Configuration.SHIFT for graph in graphs):
+        run_base_once(runner, shift)
+    shift.stats = Stats()  # of requests, not of what came before them
+
+
+def run_base_once(runner: Any, shift: ShiftParallel) -> None:
+    """A decode batch of zeros, as ``BaseRunner._flashinfer_autotune`` runs one."""
+    batch_size = min(shift.layout.sp_size, runner.max_running_requests)
+    buffers = runner.eager_runner._alloc_dummy_decode_buffers(batch_size)
+    shift.forced = Configuration.BASE
+    try:
+        with runner.eager_runner.model_context():
+            runner.eager_runner._dummy_run(batch_size=batch_size, buffers=buffers)
+    finally:
+        shift.forced = None

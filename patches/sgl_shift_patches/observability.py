@@ -34,9 +34,10 @@ def who_takes_what(shift: ShiftParallel) -> str:
     held, layout = shift.weight_bytes, shift.layout
     lines = [
         f"Shift Parallelism holds {held['resident'] / 1e9:.3f} GB of weights a rank with SP={layout.sp_size}, "
-        f"TP={layout.tp_size}; stock TP={layout.world_size} takes {held['shift'] / 1e9:.3f} GB. Less:"
+        f"TP={layout.tp_size}; stock TP={layout.world_size} takes {held['shift'] / 1e9:.3f} GB."
     ]
     if held["base"]:
+        lines[0] += " Less:"
         outside = held["resident"] - held["base"]
         for sp_size in sorted((d for d in range(2, layout.sp_size) if layout.sp_size % d == 0), reverse=True):
             needed = held["base"] * sp_size / layout.sp_size + outside

@@ -95,10 +95,40 @@ RANK: tuple[Hook, ...] = (
         "loads the base model beside the stock one and puts the decision in front of both",
     ),
     Hook(
+        f"{_SRT}.model_loader.loader.DefaultModelLoader.load_weights_only",
+        "after",
+        model_runner.gather_as_loaded,
+        "quantized weights are gathered for the base model before they are processed",
+    ),
+    Hook(
         f"{_SRT}.model_executor.model_runner.ModelRunner.init_attention_backends",
         "after",
         model_runner.mirror_aux_capture,
         "EAGLE3 and captures without a draft read hidden states of inner layers",
+    ),
+    Hook(
+        f"{_SRT}.distributed.parallel_state.graph_capture",
+        "around",
+        groups.graph_capture,
+        "collectives of the base configuration are captured with PyNccl and custom all-reduce",
+    ),
+    *(
+        Hook(
+            f"{_SRT}.model_executor.runner.{target}",
+            "around",
+            model_runner.in_both_configurations,
+            "kernels are tuned for the GEMMs of both configurations",
+        )
+        for target in (
+            "base_runner.BaseRunner._flashinfer_autotune",
+            "flashinfer_autotune.maybe_flashinfer_autotune_extend",
+        )
+    ),
+    Hook(
+        f"{_SRT}.model_executor.model_runner.ModelRunner.init_cuda_graphs",
+        "after",
+        model_runner.warm_up_base,
+        "compiles the kernels of the base configuration before requests come",
     ),
     Hook(
         f"{_SRT}.model_executor.model_runner.ModelRunner.forward",
@@ -186,6 +216,18 @@ RANK: tuple[Hook, ...] = (
             "brings new weights to the base configuration",
         )
         for method in ("update_weights_from_disk", "update_weights_from_ipc", "end_weight_update")
+    ),
+    *(
+        Hook(
+            f"{_SRT}.managers.scheduler_components.weight_updater.{target}",
+            "around",
+            function,
+            "buffers of the base model outlive a release of the weights' memory",
+        )
+        for target, function in (
+            ("_export_static_state", weight_updater.export_static_state),
+            ("_import_static_state", weight_updater.import_static_state),
+        )
     ),
     Hook(
         f"{_SRT}.model_executor.model_runner.ModelRunner.check_weights",

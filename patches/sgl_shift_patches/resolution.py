@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
 from sgl_shift import support
-from sgl_shift.config import ShiftConfig
+from sgl_shift.config import ShiftConfig, switched_on
 from sgl_shift.layout import HeadLayout, Layout, LayoutError
+from sgl_shift.policy import Configuration, choose
 from sgl_shift.support import RefusedError
 from sgl_shift_patches import cli, control, fingerprints, registry
 
 logger = logging.getLogger(__name__)
 
 # The last step of arg_groups/pipeline.py: graph sizes, backends, loaders and parallel degrees are final there.
+EAGER_VARIABLE = "SGL_SHIFT_EAGER_BASE_PREFILL"
 STEP = "validate_deepep_v2_dispatch_token_budget"
 
 
 def register() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
+    register_resolution_hook("handle_attention_backend_compatibility")(default_attention_backend)
     register_resolution_hook(STEP)(resolve)
 
 
@@ -37,7 +41,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     refuse_unsupported(server_args, shift)
     if shift.loads_base:
         warn_about_nodes(server_args, shift)
-        limit_graphs(server_args, shift)
+        shift = plan_graphs(server_args, shift)
     registry.install(registry.LAUNCHER + (registry.GRPC if resolving_view(server_args).smg_grpc_mode else ()))
     control.name_app_for_workers()
     cli.mark_checked(server_args, shift)
@@ -121,33 +125,75 @@ def warn_about_nodes(server_args: Any, shift: ShiftConfig) -> None:
     )
 
 
-def limit_graphs(server_args: Any, shift: ShiftConfig) -> None:
-    """Keep the CUDA graph buckets that hold stock TP: what belongs in the base configuration must reach the decision.
+def plan_graphs(server_args: Any, shift: ShiftConfig) -> ShiftConfig:
+    """What CUDA graphs will hold: each the configuration that its padded tokens select.
 
-    A graph replays what was captured, stock TP here, without asking. Batches above the largest bucket run eagerly.
+    Returns:
+        ``shift`` with a threshold that is a size of the decode graphs, where it lies between two of them: 249 requests
+        are padded to 256, and must not run in the base configuration under a threshold of 250.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
     from sglang.srt.model_executor.cuda_graph_config import Phase, with_phase
 
-    graphs = resolving_view(server_args).cuda_graph_config
+    arguments = resolving_view(server_args)
+    graphs = arguments.cuda_graph_config
     if graphs is None:
-        return
+        return shift
+    threshold = shift.settings.threshold
+    if graphs.decode.backend != "disabled" and graphs.decode.bs and shift.settings.mode == "shift":
+        width = arguments.speculative_num_draft_tokens or 1
+        sizes = [size * width for size in graphs.decode.bs]
+        snapped = min((size for size in sizes if size >= threshold), default=threshold)
+        if snapped != threshold and threshold > min(sizes):
+            logger.info(
+                "Shift Parallelism: threshold %d is now %d, the size of the decode graph that it is in",
+                threshold,
+                snapped,
+            )
+            shift = replace(shift, settings=shift.settings.updated(threshold=snapped))
     largest = shift.settings.threshold if shift.settings.mode == "shift" else 0
-    for phase in (Phase.DECODE, Phase.PREFILL):
-        now = getattr(graphs, phase)
-        if now.backend == "disabled" or not now.bs or max(now.bs) <= largest:
-            continue
+    now = graphs.prefill
+    if switched_on(EAGER_VARIABLE) and now.backend != "disabled" and now.bs and max(now.bs) > largest:
         kept = [size for size in now.bs if size <= largest]
         changes = {"bs": kept, "max_bs": kept[-1]} if kept else {"backend": "disabled"}
-        graphs = with_phase(graphs, phase, **changes)
-        logger.info("Shift Parallelism: %s CUDA graphs up to %d; larger batches run eagerly", phase, (kept or [0])[-1])
-    declare_resolution(server_args, "sgl_shift", cuda_graph_config=graphs)
+        declare_resolution(server_args, "sgl_shift", cuda_graph_config=with_phase(graphs, Phase.PREFILL, **changes))
+        logger.info("Shift Parallelism: prefill graphs up to %d tokens; larger batches run eagerly", (kept or [0])[-1])
+    return shift
 
 
-def captured_tokens(server_args: Any) -> int:
-    """The largest batch that a CUDA graph may replay as stock TP; 0 where nothing is captured."""
+def captured_graphs(server_args: Any, shift: ShiftConfig) -> list[str]:
+    """The tokens of the graphs that will be captured, and in which configuration; for people."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    graphs = resolving_view(server_args).cuda_graph_config
-    phases = () if graphs is None else (graphs.decode, graphs.prefill)
-    return max((max(phase.bs) for phase in phases if phase.backend != "disabled" and phase.bs), default=0)
+    arguments = resolving_view(server_args)
+    graphs = arguments.cuda_graph_config
+    lines = []
+    for kind in ("decode", "prefill"):
+        now = getattr(graphs, kind, None)
+        if now is None or now.backend == "disabled" or not now.bs:
+            continue
+        width = (arguments.speculative_num_draft_tokens or 1) if kind == "decode" else 1
+        held: dict[Configuration, list[int]] = {}
+        for size in now.bs:
+            able = shift.loads_base and not arguments.enable_lora
+            held.setdefault(choose(shift.settings, size * width, base_can_run=able), []).append(size * width)
+        lines += [
+            f"{kind}, {min(sizes)} to {max(sizes)} tokens: {configuration}" for configuration, sizes in held.items()
+        ]
+    return lines
+
+
+def default_attention_backend(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """FlashInfer, where the user and SGLang's table of models name none."""
+    from sglang.srt.arg_groups.model_override_base import is_attention_backend_not_set
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+    from sglang.srt.utils import is_cuda
+
+    if (
+        cli.config_of(server_args).loads_base
+        and is_cuda()
+        and is_attention_backend_not_set(resolving_view(server_args))
+    ):
+        declare_resolution(server_args, "sgl_shift", attention_backend="flashinfer")
+        logger.info("Shift Parallelism: attention backend not specified, flashinfer is used")
+    previous(server_args)

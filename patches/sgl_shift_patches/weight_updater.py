@@ -58,3 +58,24 @@ def gather(result: Any, _manager: Any, *args: Any) -> Any:
     if shift is not None:
         weights.gather(shift)
     return result
+
+
+BASE = "sgl_shift base model"
+
+
+def export_static_state(original: Callable[..., Any], model: Any) -> Any:
+    """Around ``_export_static_state``: buffers are not part of a checkpoint, and are kept aside while the memory of the
+    weights is released."""
+    kept = original(model)
+    shift = state.current()
+    if shift is not None and shift.base_model:
+        kept[BASE] = original(shift.base_model[0])
+    return kept
+
+
+def import_static_state(original: Callable[..., Any], model: Any, kept: Any) -> None:
+    """Around ``_import_static_state``."""
+    original(model, kept)
+    shift = state.current()
+    if shift is not None and BASE in kept:
+        original(shift.base_model[0], kept[BASE])
