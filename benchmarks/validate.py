@@ -76,7 +76,9 @@ def deployments(
     """
     usable = profile.hardware.memory * utilization - RESERVED
     stock, arctic = (Scheduler("vllm", tokens, 1024, prefix_cache, "least_loaded") for tokens in step_tokens)
-    base = Layout(world, world // inner)
+    base, checkpoint = Layout(world, world // inner), model.checkpoint
+    alone = checkpoint.total / inner
+    both = checkpoint.stack / inner + checkpoint.total / world  # ArcticInference loads two models
 
     def of(name: str, layout: Layout, **options: object) -> Deployment:
         return Deployment.of(name, model, profile, layout, usable, **options)  # type: ignore[arg-type]
@@ -84,8 +86,8 @@ def deployments(
     return {
         "DP": of("DP", Layout(inner, 1), replicas=world // inner, scheduler=stock),
         "TP": of("TP", Layout(world, 1), scheduler=stock),
-        "SP": of("SP", base, settings=Settings(threshold, "sp"), scheduler=arctic, one_copy=True),
-        "Shift": of("Shift", base, settings=Settings(threshold), scheduler=arctic),
+        "SP": of("SP", base, settings=Settings(threshold, "sp"), scheduler=arctic, weights=alone),
+        "Shift": of("Shift", base, settings=Settings(threshold), scheduler=arctic, weights=both),
     }
 
 

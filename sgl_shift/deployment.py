@@ -7,7 +7,7 @@ from typing import Literal
 
 from sgl_shift.config import Settings
 from sgl_shift.cost import StepCost
-from sgl_shift.hardware import Profile
+from sgl_shift.hardware import Hardware, Profile
 from sgl_shift.layout import Layout
 from sgl_shift.shape import ModelShape
 
@@ -64,23 +64,25 @@ class Deployment:
         settings: Settings = DEFAULTS,
         replicas: int = 1,
         scheduler: Scheduler = SGLANG,
-        one_copy: bool = False,
+        weights: float | None = None,
     ) -> Deployment:
         """A deployment whose KV cache takes what the weights leave.
 
         Args:
             layout: of one replica; with SP=1 it is plain TP.
             usable: bytes of a device for weights and KV cache.
-            one_copy: the base configuration's weights only: SP without Shift, where an engine can leave TP's out.
+            weights: of which the weights take so many; None: as many as here (docs/weights.md).
 
         Raises:
             LayoutError: heads that cannot be split so.
             DoesNotFitError: the weights leave no room.
         """
-        base_graphs = 512 * layout.sp_size if scheduler.kind == "vllm" else 0  # SGLang's base batches run eagerly
+        # SGLang captures prefill graphs of up to 8,192 tokens, vLLM graphs of 512 rows.
+        vllm = scheduler.kind == "vllm"
+        base_graphs, shift_graphs = (512 * layout.sp_size, 512) if vllm else (8192, 8192)
         base = StepCost(model, profile, layout, base_graphs) if layout.sp_size > 1 else None
-        shift = StepCost(model, profile, Layout(layout.world_size, 1))
-        weights = weights_of(model, layout, one_copy=one_copy)
+        shift = StepCost(model, profile, Layout(layout.world_size, 1), shift_graphs)
+        weights = weights_of(model, layout, profile.hardware) if weights is None else weights
         room = int((usable - weights) / shift.kv_bytes)
         if room <= 0:
             raise DoesNotFitError(
@@ -93,9 +95,11 @@ class DoesNotFitError(ValueError):
     """Weights that leave no room for a KV cache."""
 
 
-def weights_of(model: ModelShape, layout: Layout, *, one_copy: bool = False) -> float:
+def weights_of(model: ModelShape, layout: Layout, hardware: Hardware) -> float:
     """Bytes of weights on one GPU, of all configurations that are loaded (docs/weights.md)."""
     checkpoint = model.checkpoint
-    if layout.sp_size == 1 or one_copy:
+    if layout.sp_size == 1:
         return checkpoint.total / layout.tp_size
+    if model.fp8 and hardware.fp8_flops == hardware.flops:  # no FP8 units: repacked for Marlin, in each configuration
+        checkpoint = checkpoint._replace(dtypes=frozenset({"repacked"}))
     return checkpoint.together(layout.world_size, layout.tp_size, gpu=True)

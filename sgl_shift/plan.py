@@ -178,7 +178,7 @@ def _plan(
     return Plan(
         deployment,
         layout,
-        weights_of(model, layout),
+        weights_of(model, layout, profile.hardware),
         simulate(deployment, [one]),
         simulate(deployment, [one] * SATURATING),
         simulate(deployment, workload.trace) if workload.trace else None,

@@ -25,6 +25,7 @@ class ModelShape:
         itemsize: bytes of an activation, and of a weight that is not quantized.
         linear_itemsize: bytes of a weight of a linear layer; embedding and LM head are never quantized.
         fp8: weights and activations of linear layers are FP8, so FP8 tensor cores apply where there are some.
+        stored_as: dtype of quantized weights in the checkpoint, as safetensors name it; empty without.
         kv_itemsize: bytes of an element of the KV cache.
         moe_layers: how many of ``layers`` have experts; the others have a dense MLP of width ``intermediate``.
         shared_intermediate: width of the shared experts of a MoE layer, 0 without.
@@ -44,6 +45,7 @@ class ModelShape:
     itemsize: int = 2
     linear_itemsize: float = 2
     fp8: bool = False
+    stored_as: str = ""
     kv_itemsize: int = 2
     experts: int = 0
     experts_per_token: int = 0
@@ -77,7 +79,8 @@ class ModelShape:
 
         hidden, layers, heads = size("hidden_size"), size("num_hidden_layers"), size("num_attention_heads")
         itemsize = ITEMSIZE.get(str(text.get("torch_dtype") or text.get("dtype") or "bfloat16"), 2)
-        bits, is_fp8 = (8, True) if fp8 else _quantization(config.get("quantization_config") or {}, itemsize)
+        stored = config.get("quantization_config") or {}
+        bits, is_fp8 = (8, True) if fp8 else _quantization(stored, itemsize)
         experts = text.get("num_local_experts") or text.get("num_experts") or text.get("n_routed_experts") or 0
         # Llama4 names the width of the experts intermediate_size and that of its dense layers intermediate_size_mlp.
         dense_width = text.get("intermediate_size_mlp") or size("intermediate_size", "moe_intermediate_size")
@@ -99,6 +102,8 @@ class ModelShape:
             itemsize=itemsize,
             linear_itemsize=bits / 8,
             fp8=is_fp8,
+            # What is quantized while it is loaded is a copy in each configuration, like formats that are repacked.
+            stored_as="" if not (fp8 or stored) else "F8_E4M3" if is_fp8 and not fp8 else "other",
             kv_itemsize=1 if fp8_kv else itemsize,
             experts=experts,
             experts_per_token=(text.get("num_experts_per_tok") or 1) if experts else 0,
@@ -156,8 +161,15 @@ class ModelShape:
         linear = (self.dense_weights + experts) * self.linear_itemsize
         head = self.head_weights * self.itemsize
         stack = int(linear + head)  # with the embedding, which is as large as the LM head
-        quantized = self.linear_itemsize != self.itemsize
-        return Checkpoint(stack + (0 if self.tied else head), stack, int(experts * self.linear_itemsize), quantized)
+        dense = self.intermediate * (self.layers - self.moe_layers) + self.shared_intermediate * self.moe_layers
+        columns = self.hidden * (self.heads * self.head_dim * self.layers + dense)  # O and down
+        return Checkpoint(
+            total=stack + (0 if self.tied else head),
+            stack=stack,
+            experts=int(experts * self.linear_itemsize),
+            columns=int(columns * self.linear_itemsize),
+            dtypes=frozenset({self.stored_as} - {""}),
+        )
 
 
 def _quantization(config: Mapping[str, Any], itemsize: int) -> tuple[float, bool]:

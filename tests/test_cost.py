@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.models import CONFIGS
 from sgl_shift.cost import Batch, Chunk, StepCost, keys, volumes
+from sgl_shift.deployment import weights_of
 from sgl_shift.hardware import GPUS, Efficiency, Profile
 from sgl_shift.layout import Layout, LayoutError, divisors
 from sgl_shift.shape import ModelShape, ShapeError
@@ -67,9 +68,27 @@ def test_fp8_halves_linear_weights_but_not_the_embedding():
     plain, fp8 = shape("Llama-70B").checkpoint, shape("Llama-70B FP8").checkpoint
     embeddings = 2 * 2 * shape("Llama-70B").head_weights
     assert fp8.total - embeddings == pytest.approx((plain.total - embeddings) / 2)
-    assert fp8.quantized
-    assert not plain.quantized
-    assert shape("Llama-70B", fp8=True).checkpoint == fp8
+    assert (plain.dtypes, fp8.dtypes) == (frozenset(), frozenset({"F8_E4M3"}))
+    while_loading = shape("Llama-70B", fp8=True).checkpoint
+    assert while_loading.total == fp8.total
+
+
+def test_copies_of_weights_are_those_in_the_docs():
+    """docs/weights.md: GB a rank of P=8 beyond one storage; scales and norms are left out here."""
+    for name, copies in (
+        ("Llama-70B FP8", 3.0),
+        ("Qwen3-32B FP8", 1.4),
+        ("Qwen3-30B-A3B", 7.2),
+        ("Llama-4-Scout", 24.2),
+    ):
+        checkpoint = shape(name).checkpoint
+        one_storage = checkpoint.stack + (checkpoint.total - checkpoint.stack) / 8
+        assert (checkpoint.together(8, 1, gpu=True) - one_storage) / 1e9 == pytest.approx(copies, abs=0.06)
+    twice = shape("Llama-70B", fp8=True).checkpoint  # quantized while loading: nothing is shared
+    assert twice.together(8, 1, gpu=True) == twice.stack + twice.total / 8
+    repacked = weights_of(shape("Llama-70B FP8"), Layout(8, 8), GPUS["a100"])  # no FP8 units
+    assert repacked == twice.stack + twice.total / 8
+    assert weights_of(shape("Llama-70B FP8"), Layout(8, 8), GPUS["h100"]) < repacked
 
 
 def test_kv_bytes_count_replicated_heads():
