@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn  # not at run time: the planner reads this module and starts without torch
 
 
 def weight_bytes(modules: Iterable[nn.Module]) -> int:

@@ -60,11 +60,19 @@ def test_a_replay_without_python_answers_as_stock(model, world, sp, start, tmp_p
     for rank in (rank["extra"] for rank in host.probe(tmp_path)):
         assert rank["replays"] == 2 * (3 * 4 - 2)  # all but the first prefill and decode of each configuration
         layers = model.layers
-        assert rank["captured"] == [
-            {kind: {size: (configuration, True)}}
+        graphs = [
+            (kind, size, graph)
+            for captured in rank["captured"]
+            for kind, sizes in captured.items()
+            for size, graph in sizes.items()
+        ]
+        assert [(kind, size, graph.configuration) for kind, size, graph in graphs] == [
+            (kind, size, configuration)
             for configuration in ("base", "shift")
             for kind, size in (("prefill", 37), ("decode", 1))
         ]
+        for *_, graph in graphs:
+            assert (graph.bytes_sent["all_to_all"] > 0) == (graph.configuration == "base")
         for base, names in zip((True, True, False, False), rank["operations"], strict=True):
             assert names.count("attention") == layers
             assert names.count("alltoall_base_") == (2 * layers if base else 0)

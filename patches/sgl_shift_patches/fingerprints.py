@@ -96,6 +96,7 @@ RELIED_ON: dict[str, str] = {
     f"{_FP8}.CompressedTensorsW8A8Fp8": "weights: how weights lie as loaded",
     f"{_FP8}_moe.CompressedTensorsW8A8Fp8MoE": "weights: how weights lie as loaded",
     f"{_SRT}.model_loader.loader.DefaultModelLoader.postprocess_weights": "processes the base model's weights",
+    f"{_SRT}.arg_groups.model_override_base.is_attention_backend_not_set": "resolution.default_attention_backend",
     f"{_SRT}.utils.common.is_cuda": "weights.refuse",
     f"{_SRT}.utils.common.is_cpu": "weights.refuse",
     **{
