@@ -147,6 +147,14 @@ class ShiftParallel:
         with span(configuration):  # a mark in the trace, right after the step that it is about
             pass
 
+    def graphs(self) -> dict[str, dict[str, list[int]]]:
+        """Padded tokens of the captured graphs, by kind and by the configuration that they hold."""
+        held: dict[str, dict[str, list[int]]] = {}
+        for kind, graphs in self.captured.items():
+            for size in sorted(graphs):
+                held.setdefault(kind, {}).setdefault(str(graphs[size].configuration), []).append(size)
+        return held
+
     def frozen(self, settings: Settings) -> dict[str, list[int]]:
         """Padded tokens of the captured graphs, by kind, that belong in the other configuration by ``settings``."""
         return {
@@ -212,6 +220,7 @@ class ShiftParallel:
             "kv_replication": self.heads.kv_replication if self.heads else 1,
             "weight_bytes": dict(self.weight_bytes),
             "separate_weights": self.why_separate,
+            "graphs": self.graphs(),
             **self.stats.to_dict(),
         }
 

@@ -331,8 +331,11 @@ def warm_up_base(_result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
     shift = state.current()
     if shift is None or runner.is_draft_worker or not shift.base_model:
         return
-    graphs = (graph for kind in shift.captured.values() for graph in kind.values())
-    if runner.device == "cuda" and all(graph.configuration is Configuration.SHIFT for graph in graphs):
+    graphs = shift.graphs()
+    for kind, held in graphs.items() if shift.rank == 0 else ():
+        sizes = "; ".join(f"{configuration} for {sizes}" for configuration, sizes in held.items())
+        logger.info("Shift Parallelism: %s graphs hold, by padded tokens, %s", kind, sizes)
+    if runner.device == "cuda" and not any(Configuration.BASE in held for held in graphs.values()):
         run_base_once(runner, shift)
 
 
