@@ -95,7 +95,13 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "Hidden states of inner layers (EAGLE3, `--enable-return-aux-hidden-states`)", WORKS, "test_speculation.py"
     ),
-    Feature("CUDA graphs: batches that were captured", TO_TP, read="decode_cuda_graph_runner.py:execute"),
+    Feature(
+        "CUDA graphs, decode and prefill (breakable), in both configurations",
+        EXPECTED,
+        run="test_capture.py",
+        read="docs/gpu.md: what a graph relies on is run on a CPU, capturing is not",
+    ),
+    Feature("CUDA graphs with adapters", TO_TP, read="decode_cuda_graph_runner.py:execute", option="enable_lora"),
     Feature(
         "HiCache, PD disaggregation",
         EXPECTED,

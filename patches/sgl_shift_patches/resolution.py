@@ -97,7 +97,7 @@ def post_capture_sizing() -> str | None:
     if not envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
         return None
     return (
-        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: it reserves memory by the size of prefill graphs, limited here; unset it"
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: it reserves memory by the size of one model's prefill graphs; unset it"
     )
 
 
