@@ -265,6 +265,31 @@ def test_weights_are_gathered_before_they_are_processed(model, world, sp, copies
         assert all(old != new for old, new in zip(before, checksums(), strict=True))
 
 
+def test_scales_that_are_aligned_for_their_kernel(start, tmp_path):
+    """As DeepGEMM's on Blackwell: their layout stays, and the layer's weights are copies in the model's order."""
+    probe = Probe(tmp_path, inspect_quantized)
+
+    def in_rank(rank: int) -> None:
+        from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+
+        def aligned(method: Any, layer: Any) -> None:
+            process(method, layer)
+            scale = layer.weight_scale_inv.data
+            columns = scale.new_zeros(scale.shape[1], scale.shape[0] + 3).t()[: scale.shape[0]]
+            layer.weight_scale_inv.data = columns.copy_(scale)
+
+        load_fp8(rank)
+        probe.install(rank)
+        process = Fp8LinearMethod.process_weights_after_loading
+        Fp8LinearMethod.process_weights_after_loading = aligned
+
+    host = start(FP8, 2, sp_size=2, dtype="bfloat16", in_rank=in_rank)
+    assert host.info()["separate_weights"] == ""
+    for rank in [rank["extra"] for rank in host.probe(tmp_path)]:
+        assert rank["differ"] == []
+        assert {name for name, kind in rank["kinds"].items() if "_proj" in name and kind != "copy"} == set()
+
+
 def test_online_quantization_is_each_configurations_own(start, tmp_path):
     """A scale for each shard is not a scale for several side by side: read once, quantized twice, updates refused."""
     probe = Probe(tmp_path, inspect_quantized)

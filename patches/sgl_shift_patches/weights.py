@@ -31,6 +31,7 @@ GATED_MLPS = frozenset(
 _QUANTIZED_COLUMNS = (
     "fp8_kernel.py:w8a8_block_fp8_matmul_triton asserts contiguous weights, FP8 GEMMs are for packed ones"
 )
+_LAYOUT = "scales are laid out for their kernel, and shards of them do not lie one after the other"
 _EXPERTS_ROWS = (
     "fused_experts applies the activation to the halves of what w13 puts out, and asserts contiguous weights"
 )
@@ -167,7 +168,16 @@ def _plan(
                 cut = cut._replace(dim=1 - cut.dim)
             _check(f"{path}.{name}", tp, Weight(module, name, tp.transposed), cut, sp_size)
             cuts[tp] = cut
+        if is_quantized(theirs[path]) and not all(map(_lies_shard_by_shard, cuts.items())):
+            cuts = {tp: cut if cut.dim is None else cut._replace(copy=_LAYOUT) for tp, cut in cuts.items()}
         yield path, module, theirs[path], cuts
+
+
+def _lies_shard_by_shard(item: tuple[Weight, Cut]) -> bool:
+    """Whether shards of a weight can lie one after the other, as its kernel finds it. Scales may be aligned, or have
+    their rows elsewhere; then all of the layer's weights are copies, in the order that the model expects."""
+    tp, cut = item
+    return cut.dim is None or bool(cut.copy) or (cut.dim == 0 and tp.data.is_contiguous())
 
 
 def _is_transposed(parameter: torch.Tensor) -> bool:
