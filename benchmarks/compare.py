@@ -2,7 +2,8 @@
 
 Each deployment is started, replays the same requests at the same arrival times, and is ended; then the next, and all of
 them again for each turn. Stopped at any moment, the same command goes on where it was. ``--rate-mbit 200`` puts each
-rank behind a link of that rate (needs root). The results folder has a JSON a run, ``compare.json``, ``report.md``, plots.
+rank behind a link of that rate (needs root). The results folder has a JSON a run, ``compare.json``, ``report.md`` and
+the plots.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def about(
         "chunk": given.chunk,
         "calibration": asdict(machine),
         "deployments": deployments,
-        "phases": {p.name: workloads.describe(p.requests).replace("\n", "; ") + "." for p in phases},
+        "phases": {p.name: describe(p) for p in phases},
         "work": _work(given, phases),
     }
 
@@ -178,6 +179,15 @@ def _work(given: argparse.Namespace, phases: list[Phase]) -> dict[str, Any]:
     return {name: getattr(given, name) for name in names} | {
         "phases": [[p.name, p.one_by_one, hash_of(p)] for p in phases]
     }
+
+
+def describe(phase: Phase) -> str:
+    """In one line."""
+    first = phase.requests[0]
+    if all(request == first for request in phase.requests):
+        when = "one after the other" if phase.one_by_one else "at once"
+        return f"{len(phase.requests)} requests {when}, {first.prompt_tokens:,} tokens in, {first.output_tokens:,} out."
+    return workloads.describe(phase.requests).replace("\n", "; ") + "."
 
 
 def hash_of(phase: Phase) -> str:
@@ -192,15 +202,16 @@ async def measure(
     """All phases of one run; see ``benchmarks.report`` for what is made of it."""
     found: dict[str, Any] = {}
     async with Client(deployment.urls, vocabulary) as client:
+        capacity = (await client.state())["memory_usage"]["token_capacity"]
         # Buffers, threads and connections that the first requests would wait for: each server, a long and a short one.
         warm = [phase.requests[0]._replace(arrival=0.0, output_tokens=2) for phase in phases[:1]] * len(deployment.urls)
         warm += [Request(0.0, 4, 4)] * len(deployment.urls)
         await client.play(Phase("warm-up", tuple(warm)), progress)
         for phase in phases:
             await client.flush()
-            before, sent = await client.counters() or {}, _sent(deployment)
+            before, sent = await client.counters(), _sent(deployment)
             records, samples = await client.play(phase, progress)
-            used = floor.used_since(before, await client.counters() or {})
+            used = floor.used_since(before, await client.counters())
             sent = [b - a for a, b in zip(sent, _sent(deployment), strict=True)]
             expected = [r["tokens"] for r in reference["phases"][phase.name]["records"]] if reference else None
             found[phase.name] = {
@@ -211,7 +222,7 @@ async def measure(
                 "sent": sent,
                 "answers": await client.differences(phase, expected or [r.tokens for r in records], records),
             }
-    return found
+    return {"kv_tokens": capacity, "phases": found}
 
 
 def _sent(deployment: Running) -> list[int]:
@@ -241,7 +252,7 @@ def one_run(
             ready = time.monotonic() - started
             measuring = measure(served, deployment, phases, vocabulary, reference, progress)
             found = asyncio.run(asyncio.wait_for(measuring, given.run_minutes * 60))
-    return {"deployment": served.name, "turn": turn, "load": load, "start_seconds": ready, "phases": found}
+    return {"deployment": served.name, "turn": turn, "load": load, "start_seconds": ready, **found}
 
 
 def path_of(given: argparse.Namespace, turn: int, name: str) -> Path:

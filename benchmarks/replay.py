@@ -92,31 +92,33 @@ class Client:
                 await asyncio.sleep(max(0.0, begun + phase.requests[i].arrival - time.perf_counter()))
             await self._send(prompts[i], phase.requests[i].output_tokens, records[i], begun)
 
-        async def all_of_them() -> None:
-            if phase.one_by_one:
-                for i in range(len(prompts)):
-                    await one(i)
-            else:
-                await asyncio.gather(*map(one, range(len(prompts))))
+        async def sample() -> None:
+            samples.append({"at": time.perf_counter() - begun, **await self.counters()})
+            done = sum(
+                bool(r.error) or len(r.at) == q.output_tokens for r, q in zip(records, phase.requests, strict=True)
+            )
+            progress(f"{phase.name}: {done} of {len(records)} requests, {samples[-1]['at']:.0f} s")
 
         async def watch() -> None:
             while True:
-                counters = await self.counters()
-                samples.append({"at": time.perf_counter() - begun, **(counters or {})})
-                done = sum(
-                    bool(r.error) or len(r.at) == q.output_tokens for r, q in zip(records, phase.requests, strict=True)
-                )
-                progress(f"{phase.name}: {done} of {len(records)} requests, {samples[-1]['at']:.0f} s")
                 await asyncio.sleep(self.poll_seconds)
+                await sample()
 
+        await sample()
+        begun = time.perf_counter()
+        if phase.one_by_one:  # a question to the scheduler would disturb the only request, so between two
+            for i in range(len(prompts)):
+                await one(i)
+                await sample()
+            return records, samples
         watching = asyncio.ensure_future(watch())
         try:
-            await all_of_them()
+            await asyncio.gather(*map(one, range(len(prompts))))
         finally:
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError):
                 await watching
-        samples.append({"at": time.perf_counter() - begun, **(await self.counters() or {})})
+        await sample()
         return records, samples
 
     async def _send(self, prompt: list[int], output_tokens: int, record: Record, begun: float) -> None:
@@ -146,13 +148,17 @@ class Client:
     def _url(self, index: int) -> str:
         return self.urls[index % len(self.urls)]
 
-    async def counters(self) -> dict[str, Any] | None:
-        """Of Shift Parallelism, since the server is ready; None from stock SGLang, which is asked as often."""
+    async def state(self) -> dict[str, Any]:
+        """Of the first server's scheduler (``/server_info``); the others are asked as well, to burden all alike."""
         states = []
         for url in self.urls:
             async with self._http.get(url + "/server_info") as answer:
                 states.append((await answer.json())["internal_states"][0])
-        return states[0].get("shift_parallel")
+        return states[0]
+
+    async def counters(self) -> dict[str, Any]:
+        """Of Shift Parallelism, since the server is ready; empty from stock SGLang."""
+        return (await self.state()).get("shift_parallel", {})
 
     async def flush(self) -> None:
         """Empty the prefix caches of an idle deployment."""

@@ -13,7 +13,7 @@ from benchmarks.serving import Served
 from sgl_shift.shape import ModelShape
 
 Runs = Sequence[dict[str, Any]]
-RESAMPLES = 2000
+RESAMPLES = 1000
 TARGETS = {"TTFT": 2.8, "TPOT": 1.05, "throughput": 1.8}  # of Shift against TP, P=4, 200 Mbit/s (issue 8)
 
 
@@ -202,7 +202,7 @@ def markdown(settings: dict[str, Any], runs: Runs, floor_rows: list[dict[str, An
         f"`{settings['command']}`; {settings['machine']}; SGLang {settings['sglang']}, torch {settings['torch']}, "
         f"commit {settings['commit']}. {settings['model']}.",
         "",
-        f"* {len(runs)} runs in {len(turns)} turns; a turn runs each deployment once, in another order than the turn "
+        f"* {len(runs)} runs in {len(turns)} turn(s); a turn runs each deployment once, in another order than the turn "
         "before. Values are medians, with 95% bootstrap intervals over turns and requests in brackets"
         + (
             "; **with fewer than five turns intervals say little about what differs from turn to turn.**"
@@ -217,14 +217,16 @@ def markdown(settings: dict[str, Any], runs: Runs, floor_rows: list[dict[str, An
         "",
         f"Memory: {settings['rank_mb']:g} MB a rank for weights and KV cache.",
         "",
-        "| deployment | weights MB a rank | KV tokens of a replica | replicas | KV tokens together | start s |",
+        "| deployment | weights MB a rank | KV tokens of a replica: planned, had | replicas | together | start s |",
         "|---|---|---|---|---|---|",
     ]
     for name in names(runs):
         mine, plan = [run for run in runs if run["deployment"] == name], settings["deployments"][name]
+        had, replicas = mine[0]["kv_tokens"], plan["replicas"]
+        seconds = statistics.median(run["start_seconds"] for run in mine)
         lines.append(
-            f"| {name} | {plan['weights'] / 1e6:,.1f} | {plan['kv_tokens']:,} | {plan['replicas']} | "
-            f"{plan['kv_tokens'] * plan['replicas']:,} | {statistics.median(r['start_seconds'] for r in mine):.0f} |"
+            f"| {name} | {plan['weights'] / 1e6:,.1f} | {plan['kv_tokens']:,}, {had:,} | {replicas} | "
+            f"{had * replicas:,} | {seconds:.0f} |"
         )
     for phase, rows in summary(runs).items():
         lines += ["", f"## {phase}", "", settings["phases"][phase], ""]
@@ -297,11 +299,12 @@ def _floor_table(settings: dict[str, Any], rows: list[dict[str, Any]]) -> list[s
         "## How far from what bytes and FLOPs allow",
         "",
         f"Measured for one core before the runs: {machine['flops'] / 1e9:.0f} GFLOP/s (GEMM, float32), "
-        f"{machine['bandwidth'] / 1e9:.1f} GB/s (GEMV); {machine['cores']} cores; link: {link}. *Allowed* is the cost model "
-        "without any latency or overhead at these rates, in the faster configuration (`benchmarks/floor.py`). A whole "
-        "phase: all prefills one by one, all decodes in one step; where requests arrive over time, it took at least as "
-        "long as they arrived. Bytes are a rank's: *formula* of the collectives by the tokens that ran, *counted* by Shift "
-        "Parallelism (its own exchanges, rank 0), *wire* by the kernel, with headers and the traffic of scheduler and client.",
+        f"{machine['bandwidth'] / 1e9:.1f} GB/s (GEMV); {machine['cores']} cores; link: {link}. *Allowed* is the cost "
+        "model without any latency or overhead at these rates, in the faster configuration (`benchmarks/floor.py`). A "
+        "whole phase: all prefills one by one, all decodes in one step; where requests arrive over time, it took at "
+        "least as long as they arrived. Bytes are a rank's: *formula* of the collectives by the tokens that ran, "
+        "*counted* by Shift Parallelism (its own exchanges, rank 0), *wire* by the kernel, with headers and the "
+        "traffic of scheduler and client.",
         "",
         "| phase | deployment | TTFT ms: took, allowed | TPOT ms: took, allowed | whole s: took, allowed "
         "| MB: formula, counted, wire |",
