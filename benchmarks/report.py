@@ -86,7 +86,7 @@ METRICS: dict[str, Callable[[dict[str, Any], str], list[float]]] = {
     "TTFT": lambda run, phase: [r.ttft for r in answered(run, phase)],
     "TPOT": lambda run, phase: [r.tpot for r in answered(run, phase) if r.tpot is not None],
     "completion": lambda run, phase: [r.completion for r in answered(run, phase)],
-    "throughput": lambda run, phase: [throughput(run, phase)],
+    "throughput": lambda run, phase: [throughput(run, phase)] if answered(run, phase) else [],
 }
 
 

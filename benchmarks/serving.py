@@ -164,7 +164,24 @@ def _wait(processes: list[Any], logs: list[Path], serving: int, seconds: float) 
 
 
 def end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM to all, half a minute, then SIGKILL to all that is left of their sessions."""
+    """SIGTERM to all, half a minute, then SIGKILL to all that is left of their sessions. A second Ctrl-C waits."""
+    with _undisturbed():
+        _end(processes)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    before = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
