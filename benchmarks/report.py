@@ -53,7 +53,9 @@ def ratio(
 
     def value(pools: list[list[float]]) -> float:
         values = [statistic(pool) for pool in pools]
-        return values[0] if against is None else values[0] / values[1]
+        if against is None:
+            return values[0]
+        return values[0] / values[1] if values[1] else float("inf")  # a TPOT of 0: all tokens came in one piece
 
     drawn = []
     for _ in range(RESAMPLES):
