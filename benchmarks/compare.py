@@ -209,10 +209,11 @@ async def measure(
         await client.play(Phase("warm-up", tuple(warm)), progress)
         for phase in phases:
             await client.flush()
-            before, sent = await client.counters(), _sent(deployment)
+            before, sent, resent = await client.counters(), _sent(deployment), _resent(deployment)
             records, samples = await client.play(phase, progress)
             used = floor.used_since(before, await client.counters())
             sent = [b - a for a, b in zip(sent, _sent(deployment), strict=True)]
+            resent = [b - a for a, b in zip(resent, _resent(deployment), strict=True)]
             expected = [r["tokens"] for r in reference["phases"][phase.name]["records"]] if reference else None
             found[phase.name] = {
                 "one_by_one": phase.one_by_one,
@@ -220,6 +221,7 @@ async def measure(
                 "samples": samples,
                 "used": used,
                 "sent": sent,
+                "resent": resent,
                 "answers": await client.differences(phase, expected or [r.tokens for r in records], records),
             }
     return {"kv_tokens": capacity, "phases": found}
@@ -227,6 +229,10 @@ async def measure(
 
 def _sent(deployment: Running) -> list[int]:
     return deployment.network.sent() if deployment.network else []
+
+
+def _resent(deployment: Running) -> list[int]:
+    return deployment.network.retransmitted() if deployment.network else []
 
 
 def one_run(

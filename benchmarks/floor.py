@@ -101,7 +101,13 @@ class Floor:
 
     def step(self, batch: Batch, *, alone: bool = True) -> float:
         """Seconds, in the configuration that is the faster one: a floor does not depend on a threshold."""
-        return min(cost.seconds(batch) for cost in self._costs(alone))
+        return min(cost.seconds(batch) - self._gathered(cost, batch) for cost in self._costs(alone))
+
+    def _gathered(self, cost: StepCost, batch: Batch) -> float:
+        """The paper's formulas gather all rows after the last layer; the engine those that the logits need, next to
+        nothing."""
+        elements = volumes(self.model, cost.layout, batch.tokens).all_gather if cost.layout.sp_size > 1 else 0.0
+        return elements * self.model.itemsize / (self.machine.link or float("inf"))
 
     def prefill(self, prompt: int, cached: int = 0, *, alone: bool = True) -> float:
         """Seconds to the first token of a prompt, chunk by chunk."""
@@ -123,11 +129,11 @@ class Floor:
 
 
 def sent_bytes(model: ModelShape, split: Layout, tokens: int) -> float:
-    """Bytes that one rank sends in collectives for ``tokens`` tokens, ring counting (``volumes``), without headers."""
+    """Bytes that one rank sends in collectives for ``tokens`` tokens, ring counting (``volumes``), without headers
+    and the last gather, which is of the few rows that the logits need."""
     each = volumes(model, split, tokens)
     embedding = 2 * (split.tp_size - 1) / split.tp_size * split.rows_per_rank(tokens) * model.hidden
-    elements = (each.all_reduce + each.all_to_all) * model.layers + embedding
-    return (elements + (each.all_gather if split.sp_size > 1 else 0.0)) * model.itemsize
+    return ((each.all_reduce + each.all_to_all) * model.layers + embedding) * model.itemsize
 
 
 def expected_bytes(model: ModelShape, served: Served, records: Sequence[Record], used: dict[str, Any]) -> float:

@@ -97,6 +97,15 @@ class SlowNetwork:
         at = Path("/sys/class/net")
         return [int((at / outer / "statistics" / "rx_bytes").read_text()) for outer in self._outer]
 
+    def retransmitted(self) -> list[int]:
+        """TCP segments that each rank has sent again: a link that drops makes runs slow in leaps."""
+        found = []
+        for name in self.names:
+            shown = _sh(f"ip netns exec {name} cat /proc/net/snmp").splitlines()
+            names, values = (line.split() for line in shown if line.startswith("Tcp:"))
+            found.append(int(values[names.index("RetransSegs")]))
+        return found
+
 
 def remove_leftovers() -> list[str]:
     """Namespaces and bridges of harnesses that were killed before they could clean up; returns their names."""

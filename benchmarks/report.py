@@ -184,6 +184,7 @@ def floors(
                 )
             if all(part["sent"] for part, _ in per_run):
                 row["bytes_on_wire"] = statistics.median(statistics.mean(part["sent"]) for part, _ in per_run)
+                row["resent"] = max(sum(part["resent"]) for part, _ in per_run)
             rows.append(row)
     return rows
 
@@ -306,11 +307,11 @@ def _floor_table(settings: dict[str, Any], rows: list[dict[str, Any]]) -> list[s
         "whole phase: all prefills one by one, all decodes in one step; where requests arrive over time, it took at "
         "least as long as they arrived. Bytes are a rank's: *formula* of the collectives by the tokens that ran, "
         "*counted* by Shift Parallelism (its own exchanges, rank 0), *wire* by the kernel, with headers and the "
-        "traffic of scheduler and client.",
+        "traffic of scheduler and client. *Resent*: TCP segments of all ranks, in the worst run; each can stall it.",
         "",
         "| phase | deployment | TTFT ms: took, allowed | TPOT ms: took, allowed | whole s: took, allowed "
-        "| MB: formula, counted, wire |",
-        "|---|---|---|---|---|---|",
+        "| MB: formula, counted, wire | resent |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         cells = []
@@ -323,5 +324,6 @@ def _floor_table(settings: dict[str, Any], rows: list[dict[str, Any]]) -> list[s
             )
         sizes = [row.get(f"bytes_{kind}") for kind in ("expected", "counted", "on_wire")]
         cells.append(", ".join("-" if size is None else f"{size / 1e6:,.1f}" for size in sizes))
+        cells.append(str(row.get("resent", "-")))
         lines.append(f"| {row['phase']} | {row['deployment']} | {' | '.join(cells)} |")
     return lines

@@ -42,6 +42,7 @@ def run(name: str, turn: int, records: list[Record], one_by_one: bool = True, **
         "samples": [],
         "used": {},
         "sent": [],
+        "resent": [],
         "answers": {"compared": len(records), "ties": 0, "different": []},
         **part,
     }
@@ -342,6 +343,7 @@ def test_a_slow_network_is_as_slow_as_asked_and_leaves_nothing():
         receiver.wait(30)
         assert 0.35 < time.monotonic() - begun < 3  # 0.4 s at 100 Mbit/s, and Python's start
         assert 5_000_000 < net.sent()[0] < 5_600_000
+        assert len(net.retransmitted()) == 2
     for kind in ("netns", "link"):
         shown = subprocess.run(["ip", kind, "show"], capture_output=True, text=True, check=True).stdout
         assert str(os.getpid()) not in shown
