@@ -120,7 +120,7 @@ def capture(shift: ShiftParallel, kind: str, sizes: list[int], monkeypatch: Any,
     monkeypatch.setattr(shift, "_run_base", run_base)
     for size in sizes:
         arguments = {"input_ids": torch.zeros(size, dtype=torch.long)}
-        batch = Batch(arguments, size, able, lambda: None, captured_as=kind)
+        batch = Batch(arguments, size, able, lambda: None, kind=kind, captured=True)
         shift.run(lambda input_ids: ran.append((SHIFT, len(input_ids))), None, batch)
     for configuration, size in ran:
         assert shift.captured[kind][size].configuration is configuration
