@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
+from sgl_shift.config import DEFAULT_THRESHOLD
 from sgl_shift.policy import Configuration
 
 NOISE = 0.02  # a configuration that saves less is not faster
 CLEAR = 0.1  # more than this in each of the first pairs, in the same direction, needs no further pair
-PAIRS, MOST_PAIRS = 3, 15
+PAIRS, MOST_PAIRS = 5, 15
 BUDGET = 2.5  # seconds, of the pairs of one kind of batch
-GROWTH = 3  # a rung of twice the tokens may cost so much more
+STRIDE = 4  # tokens of a rung over those of the rung below
+FINE = 1.5  # and at the threshold, once that has been looked at more closely
 
 
 @dataclass
@@ -35,13 +37,15 @@ class Rung:
 
     @property
     def base_is_faster(self) -> bool:
-        """By more than noise: in the median of the pairs, and in three out of four of them at all."""
+        """By more than noise: in the median of the pairs, and in three out of four of them at all, or in all if few."""
         savings = self.savings
-        return median(savings) > NOISE and quantiles(savings, n=4, method="inclusive")[0] > 0
+        few = len(savings) < PAIRS
+        least = min(savings) if few else quantiles(savings, n=4, method="inclusive")[0]
+        return median(savings) > NOISE and least > 0
 
     @property
     def is_clear(self) -> bool:
-        return len(self.base) >= PAIRS and (min(self.savings) > CLEAR or max(self.savings) < -CLEAR)
+        return len(self.base) >= 3 and (min(self.savings) > CLEAR or max(self.savings) < -CLEAR)
 
     def regret(self, configuration: Configuration) -> float:
         """The part of the faster one's time that is lost by running in ``configuration``; TP has none within noise."""
@@ -79,13 +83,20 @@ def best_threshold(rungs: Sequence[Rung]) -> int:
     return min(candidates, key=lambda threshold: (regret(threshold), -threshold))
 
 
+def threshold_of(rungs: Sequence[Rung], most: int) -> int:
+    """:func:`best_threshold`; where the ladder ends before ``most`` tokens and TP was not beaten, no less than the
+    default: nothing speaks for base there."""
+    best = best_threshold(rungs)
+    return max(best, min(DEFAULT_THRESHOLD, most)) if best == rungs[-1].tokens else best
+
+
 def sizes_from(first: int, admissible: Sequence[int]) -> list[int]:
-    """Powers of two times ``first``, each the next size that is admissible (ascending), up to the largest one."""
+    """Powers of ``STRIDE`` times ``first``, each the next of the admissible sizes (ascending), up to the largest."""
     sizes: list[int] = []
     wanted = first
     while (size := next((s for s in admissible if s >= wanted), 0)) > 0:
         sizes.append(size)
-        wanted = max(2 * wanted, size + 1)
+        wanted = max(STRIDE * wanted, size + 1)
     if admissible and (not sizes or sizes[-1] < admissible[-1]):
         sizes.append(admissible[-1])
     return sizes
@@ -115,8 +126,8 @@ def climb(
     """Time both configurations from small batches up, as far as ``budget`` (seconds) allows several pairs of each.
 
     Each size is run once untimed in both, for what is compiled or allocated the first time. Pairs go round the ladder,
-    in either order in turn, so that what else the machine does meets all sizes. Then the size half-way between the
-    threshold and the rung above is timed as well.
+    in either order in turn, so that what else the machine does meets all sizes. Then sizes between the threshold and
+    the rung above are timed as well, until these are close.
 
     Args:
         first: the smallest size.
@@ -142,27 +153,34 @@ def climb(
         return Rung(tokens)
 
     rungs: list[Rung] = []
-    spent = 0.0
+    spent = last = 0.0
     for tokens in sizes_from(first, admissible):
         rungs.append(warmed_up(tokens))
         cost = pair(rungs[-1])
         spent += cost
-        if spent + GROWTH * cost > budget / PAIRS:
+        growth = max(1.0, cost / last) if last else 1.0
+        if spent + growth * cost > budget / PAIRS:  # the next one would not leave time for the other pairs
             break
+        last = cost
     for number in range(1, MOST_PAIRS):
-        if number >= PAIRS and spent > budget:
+        if (number >= PAIRS and spent > budget) or (number >= 3 and spent > 2 * budget):  # in case it is disturbed
             break
         for rung in rungs:
             if not rung.is_clear:
                 spent += pair(rung)
-    threshold = best_threshold(rungs)
-    above = [rung.tokens for rung in rungs if rung.tokens > threshold]
-    between = [size for size in admissible if above and threshold < size < above[0]]
-    if between and threshold >= rungs[0].tokens:
-        rungs.append(warmed_up(between[len(between) // 2]))
-        while len(rungs[-1].base) < PAIRS or (
-            not rungs[-1].is_clear and len(rungs[-1].base) < MOST_PAIRS and spent < budget
-        ):
-            spent += pair(rungs[-1])
+    while between := _around_threshold(rungs, admissible):
+        rungs.append(warmed_up(between))
+        while len(rungs[-1].base) < PAIRS and not rungs[-1].is_clear:
+            pair(rungs[-1])
         rungs.sort(key=lambda rung: rung.tokens)
     return rungs
+
+
+def _around_threshold(rungs: Sequence[Rung], admissible: Sequence[int]) -> int:
+    """A size between the threshold and the rung above, 0 if these are close."""
+    threshold = best_threshold(rungs)
+    above = next((rung.tokens for rung in rungs if rung.tokens > threshold), 0)
+    if threshold < rungs[0].tokens or above <= FINE * threshold:
+        return 0
+    wanted = (threshold * above) ** 0.5
+    return next((size for size in admissible if wanted <= size < above), 0)

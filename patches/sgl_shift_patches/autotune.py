@@ -18,7 +18,7 @@ import torch
 
 from sgl_shift.config import Kind
 from sgl_shift.forward import ShiftParallel
-from sgl_shift.ladder import Measured, Step, best_threshold, climb
+from sgl_shift.ladder import Measured, Step, climb, threshold_of
 from sgl_shift.policy import Configuration
 from sgl_shift_patches import state
 
@@ -51,7 +51,7 @@ def measure(shift: ShiftParallel, eager_runner: Any, *, starting: bool = False) 
                 found[kind] = Measured(shift.settings.limit(kind), [], "captured graphs hold every size")
                 continue
             rungs = climb(shift.layout.sp_size, sizes, Steps(shift, eager_runner, kind, sizes[-1], replayed))
-            best = best_threshold(rungs)
+            best = threshold_of(rungs, sizes[-1])
             held = shift.held(kind, best)
             found[kind] = Measured(held, rungs, f"captured graphs cannot follow {best}" if held != best else "")
     decode, prefill = found.get("decode"), found.get("prefill")
