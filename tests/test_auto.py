@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from sgl_shift.config import DEFAULT_THRESHOLD, ConfigError, Settings, resolve
 from sgl_shift.ladder import BUDGET, Rung, Step, best_threshold, climb, sizes_from, threshold_of
@@ -128,17 +129,27 @@ def test_two_thresholds_and_a_number_that_sets_both():
     assert Settings(50).limit("prefill") == 50
 
 
-def look(_scheduler: Any) -> Any:
-    from sgl_shift_patches import state
+def look(scheduler: Any) -> Any:
+    from sgl_shift_patches import autotune, state
 
-    shift = state.current()
-    return shift.settings, shift.measured, shift.report()
+    shift, eager = state.current(), scheduler.tp_worker.model_runner.eager_runner
+    seen = shift.settings, shift.measured, shift.report()
+    with shift.stats.paused(), torch.no_grad(), eager.model_context():
+        steps = autotune.Steps(shift, eager, "decode", 16, replayed=16)  # there are no graphs here
+        timed = [steps(4, configuration) for configuration in (*Configuration, None)]
+        before = dict(shift.stats.batches)
+        steps(4, BASE)
+        ran = {str(c): n - before[c] for c, n in shift.stats.batches.items()}
+    return *seen, (timed, steps.replayed, ran)
 
 
 def check(ranks: list[Any]) -> Settings:
     """What every rank holds is the same, and follows from the ladder by the rule."""
-    settings, measured, report = ranks[0]
+    settings, measured, report, (timed, replayed, ran) = ranks[0]
     assert all(rank[:2] == (settings, measured) for rank in ranks)
+    assert all(rank[3] == (timed, 0, {"base": 1, "shift": 0}) for rank in ranks), ran
+    assert all(0 < step.seconds < step.cost for step in timed)
+    assert replayed == 0
     assert measured.keys() == {"decode", "prefill"}
     assert (settings.threshold, settings.prefill_threshold) == tuple(m.threshold for m in measured.values())
     most = {"decode": 16, "prefill": 256}
@@ -204,7 +215,7 @@ def test_ranks_measure_agree_and_answer_as_before(start, tmp_path):
     assert host.info()["batches"] == {"base": 0, "shift": 0}  # what was timed is not the user's
     assert "Shift Parallelism: prefill steps of tokens: milliseconds in base/shift: 2: " in host.log.read_text()
     host.set(threshold=7)
-    settings, measured, report = host.probe(tmp_path)[1]["extra"]
+    settings, measured, report, _ = host.probe(tmp_path)[1]["extra"]
     assert (settings, measured, report["measured"]) == (Settings(7), {}, {})
 
     changes = [{"shift_threshold": n} for n in (1, 300, 3, 40)]

@@ -180,3 +180,6 @@ def test_a_setting_that_captured_graphs_cannot_follow_is_rejected(monkeypatch):
         handlers[control.THRESHOLD].validate(control.THRESHOLD, value)
         handlers[control.THRESHOLD].apply(control.THRESHOLD, value)
     assert shift.settings == Settings(511)
+    for best, held in ((100, 256), (300, 300), (600, 511)):  # what is measured later
+        assert shift.held("decode", best) == held
+        assert shift.held("prefill", best) == best
