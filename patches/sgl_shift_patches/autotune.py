@@ -151,8 +151,8 @@ class Steps:
         """A graph of the forward alone: attention metadata are made outside and stay, as the batch does."""
         from sglang.srt.distributed import parallel_state
 
-        graph = torch.cuda.CUDAGraph()
         try:
+            graph = torch.cuda.CUDAGraph()
             with parallel_state.graph_capture() as context:
                 pool = next((other.pool() for other in self.graphs.values()), None)
                 self._forward(tokens, configuration, torch.cuda.graph(graph, pool=pool, stream=context.stream))
