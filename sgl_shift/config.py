@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 Mode = Literal["shift", "sp", "tp"]
 MODES: tuple[str, ...] = get_args(Mode)
 DEFAULT_THRESHOLD = 256
+AUTO: Literal["auto"] = "auto"  # in place of a threshold: it is measured
+# What a batch is like: "decode" has some tokens of each request and none of a new prompt; any other is "prefill".
+Kind = Literal["decode", "prefill"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class ConfigError(ValueError):
@@ -22,14 +26,22 @@ class Settings:
 
     threshold: int = DEFAULT_THRESHOLD  # tokens; batches with more run in the base configuration
     mode: Mode = "shift"
+    prefill_threshold: int | None = None  # of prefill-shaped batches, where it was measured apart
+
+    def limit(self, kind: Kind) -> int:
+        """The threshold of a batch of this kind."""
+        return self.threshold if kind == "decode" or self.prefill_threshold is None else self.prefill_threshold
 
     def updated(self, **changes: Any) -> Settings:
-        """A copy with ``threshold`` and/or ``mode`` changed; values are checked, unknown names refused."""
-        unknown = set(changes) - {f.name for f in fields(self)}
+        """A copy with ``threshold`` and/or ``mode`` changed; values are checked, unknown names refused.
+
+        A threshold that is set holds for all batches.
+        """
+        unknown = set(changes) - {"threshold", "mode"}
         if unknown:
             raise ConfigError(f"unknown setting {', '.join(sorted(unknown))}; settings are threshold and mode")
         if "threshold" in changes:
-            changes["threshold"] = parse_threshold(changes["threshold"])
+            changes |= {"threshold": parse_threshold(changes["threshold"]), "prefill_threshold": None}
         if "mode" in changes:
             changes["mode"] = parse_mode(changes["mode"])
         return replace(self, **changes)
@@ -42,6 +54,7 @@ class ShiftConfig:
     sp_size: int = 1
     settings: Settings = Settings()
     allow_untested_model: bool = False
+    auto: bool = False  # thresholds are measured at start-up; until then, those of the settings hold
 
     @property
     def enabled(self) -> bool:
@@ -90,7 +103,8 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str]) -> ShiftConfig
 
     settings = Settings()
     name, threshold = pick("shift_threshold")
-    if threshold is not None:
+    auto = threshold is not None and parse_threshold_or_auto(threshold, name) == AUTO
+    if threshold is not None and not auto:
         settings = replace(settings, threshold=parse_threshold(threshold, name))
     name, mode = pick("shift_mode")
     if mode is not None:
@@ -101,6 +115,7 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str]) -> ShiftConfig
         sp_size=1 if sp_size is None else parse_sp_size(sp_size, name),
         settings=settings,
         allow_untested_model=False if allow is None else parse_bool(allow, name_allow),
+        auto=auto,
     )
 
 
@@ -109,7 +124,13 @@ def parse_sp_size(value: Any, name: str = "SP size") -> int:
 
 
 def parse_threshold(value: Any, name: str = "threshold") -> int:
-    return _positive(value, name, f"it counts tokens of a batch, the default is {DEFAULT_THRESHOLD}")
+    return _positive(
+        value, name, f"it counts tokens of a batch, the default is {DEFAULT_THRESHOLD}; {AUTO} measures it"
+    )
+
+
+def parse_threshold_or_auto(value: Any, name: str = "threshold") -> int | Literal["auto"]:
+    return AUTO if value == AUTO else parse_threshold(value, name)
 
 
 def parse_mode(value: Any, name: str = "mode") -> Mode:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from sgl_shift.config import Settings, ShiftConfig
+from sgl_shift.config import Kind, Settings, ShiftConfig
 from sgl_shift.exchange import CountedGroup, Group, gather_heads, gather_rows, scatter_heads
+from sgl_shift.ladder import Measured
 from sgl_shift.layout import HeadLayout, Layout, Slice
 from sgl_shift.policy import Configuration, choose
 from sgl_shift.stats import Exporter, Stats
@@ -41,8 +42,8 @@ class Batch(NamedTuple):
     # Rows of the hidden states that are needed afterwards, None for all; asked in the base configuration only, so that
     # a stock batch does not pay for it.
     rows: Callable[[], Sequence[int] | None]
-    # "decode" or "prefill" while a CUDA graph is captured, for which the batch stands with its padded tokens.
-    captured_as: str = ""
+    kind: Kind = "decode"
+    captured: bool = False  # of it a CUDA graph is made, for which the batch stands with its padded tokens
 
 
 class Captured(NamedTuple):
@@ -72,8 +73,9 @@ class ShiftParallel:
     shared: list[SharedWeight] = field(default_factory=list)
     why_separate: str = ""  # why the base model has weights of its own, if it has
     weight_bytes: dict[str, int] = field(default_factory=dict)
-    captured: dict[str, dict[int, Captured]] = field(default_factory=dict)  # by kind of graph and padded tokens
-    forced: Configuration | None = None  # for batches that warm kernels up
+    captured: dict[Kind, dict[int, Captured]] = field(default_factory=dict)  # by kind of graph and padded tokens
+    forced: Configuration | None = None  # for batches that warm kernels up or are timed
+    measured: dict[Kind, Measured] = field(default_factory=dict)  # empty where the user set the threshold
     # SGLang's groups of the base configuration, which take part in the capture of graphs.
     coordinators: tuple[Any, ...] = ()
     num_tokens: int = 0  # tokens of the base forward in progress, 0 outside of one
@@ -95,12 +97,12 @@ class ShiftParallel:
                 ``batch.arguments``, they return hidden states [T, d], or tuples and lists of such.
         """
         able = batch.base_can_run and bool(self.base_model)
-        configuration = choose(self.settings, batch.num_tokens, base_can_run=able)
+        configuration = choose(self.settings, batch.num_tokens, base_can_run=able, kind=batch.kind)
         if self.forced is not None and able:
             configuration = self.forced
         if self.agree is not None:
             self.agree(configuration, batch.num_tokens)
-        if batch.captured_as:
+        if batch.captured:
             return self._capture(configuration, able, stock, base, batch)
         if batch.num_tokens:
             self.stats.record(configuration, batch.num_tokens, self._padding(configuration, batch.num_tokens))
@@ -130,10 +132,10 @@ class ShiftParallel:
         output = self._run(configuration, stock, base, batch)
         sent = {kind: now - before[kind] for kind, now in self.stats.bytes_sent.items()}
         self.stats.bytes_sent.update(before)
-        self.captured.setdefault(batch.captured_as, {})[batch.num_tokens] = Captured(configuration, chosen, sent)
+        self.captured.setdefault(batch.kind, {})[batch.num_tokens] = Captured(configuration, chosen, sent)
         return output
 
-    def record_replay(self, kind: str, num_tokens: int) -> None:
+    def record_replay(self, kind: Kind, num_tokens: int) -> None:
         """Count a batch that a graph ran: the smallest that it fits in, to which SGLang pads it."""
         graphs = self.captured.get(kind, {})
         size = min((size for size in graphs if size >= num_tokens), default=None)
@@ -155,7 +157,7 @@ class ShiftParallel:
                 held.setdefault(kind, {}).setdefault(str(graphs[size].configuration), []).append(size)
         return held
 
-    def frozen(self, settings: Settings) -> dict[str, list[int]]:
+    def frozen(self, settings: Settings) -> dict[Kind, list[int]]:
         """Padded tokens of the captured graphs, by kind, that belong in the other configuration by ``settings``."""
         return {
             kind: sizes
@@ -164,10 +166,17 @@ class ShiftParallel:
                 sizes := sorted(
                     size
                     for size, graph in graphs.items()
-                    if graph.chosen and choose(settings, size, base_can_run=True) is not graph.configuration
+                    if graph.chosen and choose(settings, size, base_can_run=True, kind=kind) is not graph.configuration
                 )
             )
         }
+
+    def held(self, kind: Kind, threshold: int) -> int:
+        """The threshold next to ``threshold`` that the captured graphs of a kind can follow."""
+        chosen = {size: graph.configuration for size, graph in self.captured.get(kind, {}).items() if graph.chosen}
+        above = max((size for size, c in chosen.items() if c is Configuration.SHIFT), default=1)
+        below = min((size - 1 for size, c in chosen.items() if c is Configuration.BASE), default=threshold)
+        return max(min(threshold, below), above)
 
     def _run_base(self, base: Callable[..., Any], batch: Batch) -> Any:
         """Algorithm 1: this rank's slice of the batch through the base model, then the needed rows, gathered."""
@@ -182,7 +191,7 @@ class ShiftParallel:
                 hidden = base(**mine)
         finally:
             self.num_tokens = 0
-        rows = None if batch.captured_as else batch.rows()  # which rows are needed changes from replay to replay
+        rows = None if batch.captured else batch.rows()  # which rows are needed changes from replay to replay
         return self._gather(hidden, batch.num_tokens, rows)
 
     def _gather(self, hidden: Any, num_tokens: int, rows: Sequence[int] | None) -> Any:
@@ -216,6 +225,8 @@ class ShiftParallel:
             "sp_size": self.layout.sp_size,
             "base_tp_size": self.layout.tp_size,
             "threshold": self.settings.threshold,
+            "prefill_threshold": self.settings.limit("prefill"),
+            "measured": {kind: found.to_dict() for kind, found in self.measured.items()},
             "mode": self.settings.mode,
             "kv_replication": self.heads.kv_replication if self.heads else 1,
             "weight_bytes": dict(self.weight_bytes),

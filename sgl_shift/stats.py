@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,6 +35,15 @@ class Stats:
         self.padding_tokens += padding_tokens
         self.switches += self.last is not None and self.last != configuration
         self.last = configuration
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is not counted."""
+        before = copy.deepcopy(vars(self))
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
     def clear(self) -> None:
         vars(self).update(vars(Stats()))

@@ -120,7 +120,7 @@ def capture(shift: ShiftParallel, kind: str, sizes: list[int], monkeypatch: Any,
     monkeypatch.setattr(shift, "_run_base", run_base)
     for size in sizes:
         arguments = {"input_ids": torch.zeros(size, dtype=torch.long)}
-        batch = Batch(arguments, size, able, lambda: None, captured_as=kind)
+        batch = Batch(arguments, size, able, lambda: None, kind=kind, captured=True)
         shift.run(lambda input_ids: ran.append((SHIFT, len(input_ids))), None, batch)
     for configuration, size in ran:
         assert shift.captured[kind][size].configuration is configuration
@@ -180,3 +180,6 @@ def test_a_setting_that_captured_graphs_cannot_follow_is_rejected(monkeypatch):
         handlers[control.THRESHOLD].validate(control.THRESHOLD, value)
         handlers[control.THRESHOLD].apply(control.THRESHOLD, value)
     assert shift.settings == Settings(511)
+    for best, held in ((100, 256), (300, 300), (600, 511)):  # what is measured later
+        assert shift.held("decode", best) == held
+        assert shift.held("prefill", best) == best

@@ -23,7 +23,7 @@ import pytest
 import requests
 import torch
 
-from sgl_shift.config import Settings, ShiftConfig
+from sgl_shift.config import KINDS, Settings, ShiftConfig
 from sgl_shift.forward import ShiftParallel
 from sgl_shift.layout import Layout
 from sgl_shift.policy import Configuration
@@ -127,7 +127,7 @@ def test_counters_add_up_against_a_workload_counted_by_hand(server):
     seconds = [grown("step_seconds_sum", configuration=c) for c in ("base", "shift")]
     assert all(s > 0 for s in seconds)
     assert sum(seconds) < wall
-    assert (after("kv_replication"), after("threshold")) == (2, THRESHOLD)
+    assert [after("kv_replication"), *(after("threshold", kind=k) for k in KINDS)] == [2, THRESHOLD, THRESHOLD]
 
     shown = server.info()["shift_parallel"]
     assert shown["batches"] == dict(zip(("base", "shift"), after.per_configuration("batches_total"), strict=True))
@@ -141,8 +141,8 @@ def test_settings_are_exported_as_soon_as_they_are_in_force(server):
     changed = Samples(server)
     settings(server, shift_threshold=THRESHOLD, shift_mode="shift")
     back = Samples(server)
-    assert (changed("threshold"), changed("mode", mode="tp"), changed("mode", mode="shift")) == (9, 1, 0)
-    assert (back("threshold"), back("mode", mode="tp"), back("mode", mode="shift")) == (THRESHOLD, 0, 1)
+    assert (changed("threshold", kind="decode"), changed("mode", mode="tp"), changed("mode", mode="shift")) == (9, 1, 0)
+    assert (back("threshold", kind="decode"), back("mode", mode="tp"), back("mode", mode="shift")) == (THRESHOLD, 0, 1)
 
 
 def test_only_the_ranks_that_sglang_has_report_do_and_under_its_labels(server):
@@ -151,7 +151,7 @@ def test_only_the_ranks_that_sglang_has_report_do_and_under_its_labels(server):
     assert theirs.labels.keys() == {"model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank"}
     ours = [s for s in samples.all if s.name.startswith("sglang:shift_")]
     for sample in ours:
-        own = sample.labels.keys() - {"configuration", "collective", "mode", "le"}
+        own = sample.labels.keys() - {"configuration", "collective", "kind", "mode", "le"}
         assert {name: sample.labels[name] for name in own} == theirs.labels, sample
 
 

@@ -52,10 +52,11 @@ def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--shift-threshold",
-        type=_parsed(config.parse_threshold),
+        type=_parsed(config.parse_threshold_or_auto),
         default=None,
-        metavar="TOKENS",
-        help=f"Batches with more tokens run in the base configuration (default {config.DEFAULT_THRESHOLD}).",
+        metavar="TOKENS|auto",
+        help=f"Batches with more tokens run in the base configuration (default {config.DEFAULT_THRESHOLD}); "
+        "auto measures both configurations on this machine when the server starts.",
     )
     group.add_argument(
         "--shift-mode",

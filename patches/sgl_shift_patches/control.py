@@ -10,27 +10,29 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sgl_shift.config import MODES, ConfigError, Settings, parse_mode
-from sgl_shift_patches import state
+from sgl_shift.config import AUTO, MODES, ConfigError, Settings, parse_mode
+from sgl_shift_patches import autotune, state
 
 logger = logging.getLogger(__name__)
 
-THRESHOLD, MODE = "shift_threshold", "shift_mode"
+THRESHOLD, MODE, MEASURE = "shift_threshold", "shift_mode", "shift_measure"
 
 
 def encode(requested: dict[str, Any]) -> dict[str, Any]:
-    """Replace the name of a mode by its number.
+    """Replace what is not a number: the name of a mode by its index, the threshold ``auto`` by a key of its own.
 
     Raises:
         ConfigError: an unknown mode.
     """
     if isinstance(requested.get(MODE), str):
-        return {**requested, MODE: MODES.index(parse_mode(requested[MODE], MODE))}
+        requested = {**requested, MODE: MODES.index(parse_mode(requested[MODE], MODE))}
+    if requested.get(THRESHOLD) == AUTO:
+        requested = {**{key: value for key, value in requested.items() if key != THRESHOLD}, MEASURE: 1}
     return requested
 
 
 def request_schema(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around ``SetInternalStateReq.__get_pydantic_core_schema__``: the HTTP body may name the mode."""
+    """Around ``SetInternalStateReq.__get_pydantic_core_schema__``: the HTTP body may name the mode and say ``auto``."""
     from pydantic_core import core_schema
 
     def encode_body(body: Any) -> Any:
@@ -49,8 +51,8 @@ def name_app_for_workers() -> None:
         envs.SGLANG_HTTP_SERVER_APP_PATH.set("sgl_shift_patches.http_app:app")
 
 
-def update_handlers(handlers: dict[str, Any], _controller: Any) -> dict[str, Any]:
-    """After ``SchedulerInternalStateController._update_handlers``: two more."""
+def update_handlers(handlers: dict[str, Any], controller: Any) -> dict[str, Any]:
+    """After ``SchedulerInternalStateController._update_handlers``: three more."""
     from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
 
     def changed(key: str, value: Any) -> Settings:
@@ -77,13 +79,31 @@ def update_handlers(handlers: dict[str, Any], _controller: Any) -> dict[str, Any
         shift = state.current()
         assert shift is not None
         shift.settings = changed(key, value)
+        if key == THRESHOLD:
+            shift.measured = {}  # what is shown would not be what is in force
         if shift.exporter is not None:
             shift.exporter.publish()
         if shift.rank == 0:
-            logger.info("Shift Parallelism: threshold %d, mode %s", shift.settings.threshold, shift.settings.mode)
+            settings = shift.settings
+            logger.info("Shift Parallelism: threshold %d, mode %s", settings.threshold, settings.mode)
+
+    def can_measure(key: str, value: Any) -> None:
+        shift = state.current()
+        assert shift is not None
+        if value != 1:
+            raise UpdateRejected(f"{key} {value} is not 1; it measures thresholds, as {THRESHOLD} {AUTO!r} does")
+        if not shift.base_model:
+            raise UpdateRejected("the server was started with --shift-mode tp: there is no base model to measure")
+
+    def measure(_key: str, _value: Any) -> None:
+        shift = state.current()
+        assert shift is not None
+        autotune.measure(shift, controller.scheduler.tp_worker.model_runner.eager_runner)
+        if shift.exporter is not None:
+            shift.exporter.publish()
 
     handler = _UpdateHandler(lambda key, value: changed(key, value) and None, apply)
-    return {**handlers, THRESHOLD: handler, MODE: handler}
+    return {**handlers, THRESHOLD: handler, MODE: handler, MEASURE: _UpdateHandler(can_measure, measure)}
 
 
 def _ranges(sizes: list[int]) -> str:

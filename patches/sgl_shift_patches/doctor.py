@@ -119,7 +119,10 @@ def deployment(arguments: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
     rows += [
         ("base", groups if shift.loads_base else "not loaded, because of --shift-mode tp"),
         ("shift", f"TP={layout.world_size}, stock"),
-        ("mode", f"{shift.settings.mode}; threshold {shift.settings.threshold} tokens"),
+        (
+            "mode",
+            f"{shift.settings.mode}; threshold {'measured' if shift.auto else f'{shift.settings.threshold} tokens'}",
+        ),
         ("heads", f"{heads.heads_per_rank} of {heads.num_heads} a rank, in both configurations"),
         (
             "KV heads",

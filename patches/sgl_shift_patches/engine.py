@@ -8,8 +8,12 @@ from typing import Any
 from sgl_shift_patches import cli, control
 
 
-def set_shift_parallel(self: Any, *, threshold: int | None = None, mode: str | None = None) -> None:
+def set_shift_parallel(self: Any, *, threshold: int | str | None = None, mode: str | None = None) -> None:
     """Set threshold and/or mode of a running Engine; all ranks change between the same two batches.
+
+    Args:
+        threshold: tokens, or ``"auto"`` to measure both configurations again, for some seconds between two batches;
+            ``get_server_info()`` shows what was found.
 
     Raises:
         ConfigError: a mode that does not exist.

@@ -117,6 +117,12 @@ RELIED_ON: dict[str, str] = {
     f"{_RUNNER}.model_runner_components.load_model_utils.load_model_with_memory_saver": "loads the base model",
     f"{_RUNNER}.runner.prefill_cuda_graph_runner._resolve_transformer_layer_model": "finds the decoder stack",
     f"{_RUNNER}.runner.eager_runner.EagerRunner._execute_extend": "how a decoder stack is called",
+    f"{_RUNNER}.runner.base_runner.BaseRunner._dummy_run": "autotune times it, model_runner.run_base_once runs it",
+    f"{_RUNNER}.runner.base_runner.BaseRunner._alloc_dummy_decode_buffers": "autotune: the batches of zeros",
+    f"{_RUNNER}.model_runner_components.cuda_graph_setup.capture_cuda_graphs": "autotune: captures after the eager "
+    "runner is made",
+    f"{_SRT}.runtime_context.get_exec": "autotune: sizes of graphs",
+    f"{_SRT}.runtime_context.get_schedule": "autotune: the chunk",
     f"{_RUNNER}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute": "a graph replays without our code",
     f"{_RUNNER}.runner_utils.capture_mode.get_is_capture_mode": "model_runner.can_run_in_base",
     f"{_RUNNER}.forward_batch_info.ForwardMode": "model_runner.can_run_in_base",

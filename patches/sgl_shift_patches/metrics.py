@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sgl_shift.config import MODES, Settings
+from sgl_shift.config import KINDS, MODES, Settings
 from sgl_shift.forward import ShiftParallel
 from sgl_shift.policy import Configuration
 
@@ -52,7 +52,9 @@ class Metrics:
         padding = make(counter, "padding_tokens_total", "Rows that base batches were padded with, over all ranks.")
         switches = make(counter, "switches_total", "Batches that ran in another configuration than the one before.")
         seconds = make(histogram, "step_seconds", "Time of a forward pass.", "configuration", buckets=BUCKETS)
-        threshold = make(gauge, "threshold", "Batches with more tokens run in the base configuration.", **latest)
+        threshold = make(
+            gauge, "threshold", "Batches with more tokens run in the base configuration.", "kind", **latest
+        )
         mode = make(gauge, "mode", "1 for the mode in force.", "mode", **latest)
         kv_replication = make(gauge, "kv_replication", "Ranks that keep a copy of the same KV head.", **latest)
 
@@ -68,7 +70,8 @@ class Metrics:
         ]
         self._counted = [0] * len(self._counters)
         self._seconds = {c: seconds(configuration=c) for c in Configuration}
-        self._threshold, self._modes = threshold(), {name: mode(mode=name) for name in MODES}
+        self._thresholds = {kind: threshold(kind=kind) for kind in KINDS}
+        self._modes = {name: mode(mode=name) for name in MODES}
         if shift.heads is not None:
             kv_replication().set(shift.heads.kv_replication)
         self._timer = timer(self._observe)
@@ -89,7 +92,8 @@ class Metrics:
                 child.inc(more)
                 self._counted[index] += more
         if self._published is not (settings := self._shift.settings):
-            self._threshold.set(settings.threshold)
+            for kind in KINDS:
+                self._thresholds[kind].set(settings.limit(kind))
             for name, child in self._modes.items():
                 child.set(name == settings.mode)
             self._published = settings

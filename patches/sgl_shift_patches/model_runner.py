@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sgl_shift.config import Kind
 from sgl_shift.forward import TOKEN_DIM, Batch, ShiftParallel
 from sgl_shift.layout import HeadLayout, LayoutError
 from sgl_shift.policy import Configuration
@@ -49,11 +50,11 @@ def load_model(stock_load: Callable[..., None], runner: Any) -> None:
         bind(runner, shift, load_base_model(runner, shift))
     if shift.rank == 0:
         logger.info(
-            "Shift Parallelism: base (SP=%d, TP=%d) above %d tokens, shift (TP=%d) up to there; mode %s. "
+            "Shift Parallelism: base (SP=%d, TP=%d) above %s tokens, shift (TP=%d) up to there; mode %s. "
             "Weights a rank: base %.1f MB, shift %.1f MB, %.1f MB together. Each KV head is kept by %d rank(s).",
             shift.layout.sp_size,
             shift.layout.tp_size,
-            shift.settings.threshold,
+            "measured" if shift.config.auto else shift.settings.threshold,
             shift.layout.world_size,
             shift.settings.mode,
             shift.weight_bytes["base"] / 1e6,
@@ -233,12 +234,15 @@ def describe(runner: Any, arguments: dict[str, Any]) -> Batch:
         base_can_run=can_run_in_base(forward_batch, adapters=captured and runner.server_args.enable_lora)
         and given.keys() <= TOKEN_DIM.keys(),
         rows=functools.partial(rows_after_prefill, runner, forward_batch),
-        captured_as=graph_kind(forward_batch) if captured else "",
+        kind=kind_of(forward_batch),
+        captured=captured,
     )
 
 
-def graph_kind(forward_batch: Any) -> str:
-    """Which runner's graphs a batch is replayed by: ``DecodeCudaGraphRunner``'s or ``PrefillCudaGraphRunner``'s."""
+def kind_of(forward_batch: Any) -> Kind:
+    """What a batch is like, and which runner replays it: ``DecodeCudaGraphRunner`` or ``PrefillCudaGraphRunner``.
+
+    A batch that mixes prefill and decode is one of prefill."""
     return "decode" if forward_batch.forward_mode.is_cuda_graph() else "prefill"
 
 
@@ -307,7 +311,7 @@ def forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args
     with nullcontext() if shift.exporter is None else shift.exporter.step():
         output = original(runner, forward_batch, *args, **kwargs)
         if shift.stats.total == before and not forward_batch.forward_mode.is_idle():
-            shift.record_replay(graph_kind(forward_batch), forward_batch.input_ids.shape[0])
+            shift.record_replay(kind_of(forward_batch), forward_batch.input_ids.shape[0])
     return output
 
 

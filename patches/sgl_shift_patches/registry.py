@@ -16,6 +16,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from sgl_shift_patches import (
+    autotune,
     cli,
     control,
     fused_kernels,
@@ -123,6 +124,12 @@ RANK: tuple[Hook, ...] = (
             "base_runner.BaseRunner._flashinfer_autotune",
             "flashinfer_autotune.maybe_flashinfer_autotune_extend",
         )
+    ),
+    Hook(
+        f"{_SRT}.model_executor.runner.eager_runner.EagerRunner.__init__",
+        "after",
+        autotune.at_startup,
+        "--shift-threshold auto measures before graphs are captured",
     ),
     Hook(
         f"{_SRT}.model_executor.model_runner.ModelRunner.init_cuda_graphs",

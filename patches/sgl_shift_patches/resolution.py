@@ -11,7 +11,7 @@ from typing import Any
 from sgl_shift import support
 from sgl_shift.config import ShiftConfig, switched_on
 from sgl_shift.layout import HeadLayout, Layout, LayoutError
-from sgl_shift.policy import Configuration, choose
+from sgl_shift.policy import choose
 from sgl_shift.support import RefusedError
 from sgl_shift_patches import cli, control, fingerprints, registry
 
@@ -139,6 +139,13 @@ def plan_graphs(server_args: Any, shift: ShiftConfig) -> ShiftConfig:
     graphs = arguments.cuda_graph_config
     if graphs is None:
         return shift
+    if shift.auto:  # sizes of graphs are what will be measured
+        if switched_on(EAGER_VARIABLE):
+            raise RefusedError(
+                f"{EAGER_VARIABLE}: it limits prefill graphs to the threshold, which --shift-threshold auto measures "
+                "later; give a number, or unset it"
+            )
+        return shift
     threshold = shift.settings.threshold
     if graphs.decode.backend != "disabled" and graphs.decode.bs and shift.settings.mode == "shift":
         width = arguments.speculative_num_draft_tokens or 1
@@ -167,16 +174,19 @@ def captured_graphs(server_args: Any, shift: ShiftConfig) -> list[str]:
 
     arguments = resolving_view(server_args)
     graphs = arguments.cuda_graph_config
-    lines = []
+    lines: list[str] = []
     for kind in ("decode", "prefill"):
         now = getattr(graphs, kind, None)
         if now is None or now.backend == "disabled" or not now.bs:
             continue
         width = (arguments.speculative_num_draft_tokens or 1) if kind == "decode" else 1
-        held: dict[Configuration, list[int]] = {}
+        held: dict[str, list[int]] = {}
         for size in now.bs:
             able = shift.loads_base and not arguments.enable_lora
-            held.setdefault(choose(shift.settings, size * width, base_can_run=able), []).append(size * width)
+            configuration: str = choose(shift.settings, size * width, base_can_run=able)
+            if shift.auto and able and shift.settings.mode == "shift":
+                configuration = "as measured before"
+            held.setdefault(configuration, []).append(size * width)
         lines += [
             f"{kind}, {min(sizes)} to {max(sizes)} tokens: {configuration}" for configuration, sizes in held.items()
         ]
