@@ -27,10 +27,11 @@ from typing import Any, NoReturn
 
 from benchmarks import floor, report, workloads
 from benchmarks.network import NetworkError, SlowNetwork
-from benchmarks.replay import Client, Phase, to_dict
+from benchmarks.replay import ROUNDED_TIE, TIE, Client, Phase, to_dict
 from benchmarks.serving import NAMES, Running, Served, layout, running
 from sgl_shift.deployment import DoesNotFitError, weights_of
-from sgl_shift.hardware import ON_CPU, Profile, cpu
+from sgl_shift.hardware import GPUS, ON_CPU, Profile, cpu
+from sgl_shift.plan import usable_bytes
 from sgl_shift.shape import ModelShape
 from sgl_shift.traces import Request, Scale, TraceError
 from tests.checkpoints import DENSE
@@ -106,9 +107,10 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--deployments", nargs="+", choices=NAMES, default=list(NAMES))
     add("--turns", type=int, default=5)
     add("--model", default="dense", help=f"{', '.join(MODELS)} (random weights), or a folder (default dense)")
-    add("--rank-mb", type=float, default=700.0, help="MB a rank for weights and KV cache (default 700)")
+    add("--rank-mb", type=float, help="MB a rank for weights and KV cache (default 700, what SGLang leaves on a GPU)")
     add("--threshold", type=int, default=32, help="--shift-threshold (default 32)")
     add("--chunk", type=int, default=2048, help="--chunked-prefill-size (default 2048)")
+    add("--gpu", choices=sorted(GPUS), help="one GPU a rank, with the model's own dtype; default: this CPU, float32")
     add("--server-args", default="", help="more arguments for every server, as one string")
     add("--minutes", type=float, default=240.0, help="begin no run after that (default 240)")
     add("--run-minutes", type=float, default=20.0, help="give a run up after that (default 20)")
@@ -133,7 +135,12 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--trace-tokens", type=float, default=1.0, help="factor on lengths")
     add("--trace-seconds", type=float, default=900.0, help="of recorded time")
     add("--trace-longest", type=int, default=4096, help="tokens of a request at most, after scaling")
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    if given.rank_mb is None:
+        given.rank_mb = usable_bytes(GPUS[given.gpu].memory, given.ranks, given.chunk) / 1e6 if given.gpu else 700.0
+    if given.gpu and given.rate_mbit:
+        parser.error("--rate-mbit is for ranks on a CPU: GPUs of one machine do not talk over its network")
+    return given
 
 
 def schedule(names: list[str], turns: int) -> Iterator[tuple[int, str]]:
@@ -146,7 +153,7 @@ def schedule(names: list[str], turns: int) -> Iterator[tuple[int, str]]:
 def about(
     given: argparse.Namespace, argv: list[str], machine: floor.Machine, model: ModelShape, phases: list[Phase]
 ) -> Any:
-    profile = Profile(cpu(given.ranks, 1.0), ON_CPU)
+    profile = Profile(GPUS[given.gpu]) if given.gpu else Profile(cpu(given.ranks, 1.0), ON_CPU)
     deployments = {}
     for name in given.deployments:
         served = Served.within(name, model, profile, given.ranks, given.threshold, given.rank_mb * 1e6)
@@ -158,7 +165,7 @@ def about(
         "commit": git.stdout.strip(),
         "sglang": metadata.version("sglang"),
         "torch": metadata.version("torch"),
-        "machine": f"{platform.machine()}, {machine.cores} cores",
+        "machine": f"{given.ranks} x {given.gpu}" if given.gpu else f"{platform.machine()}, {machine.cores} cores",
         "model": f"Model {given.model}: {model.layers} layers of width {model.hidden}, {model.heads} heads, "
         f"{model.kv_heads} KV heads, {model.itemsize} bytes a value",
         "ranks": given.ranks,
@@ -175,7 +182,7 @@ def about(
 
 def _work(given: argparse.Namespace, phases: list[Phase]) -> dict[str, Any]:
     """What two calls must have in common to be one comparison."""
-    names = ("ranks", "rate_mbit", "model", "rank_mb", "threshold", "chunk", "server_args")
+    names = ("ranks", "gpu", "rate_mbit", "model", "rank_mb", "threshold", "chunk", "server_args")
     return {name: getattr(given, name) for name in names} | {
         "phases": [[p.name, p.one_by_one, hash_of(p)] for p in phases]
     }
@@ -197,11 +204,17 @@ def hash_of(phase: Phase) -> str:
 
 
 async def measure(
-    served: Served, deployment: Running, phases: list[Phase], vocabulary: int, reference: Any, progress: Any
+    served: Served,
+    deployment: Running,
+    phases: list[Phase],
+    vocabulary: int,
+    reference: Any,
+    progress: Any,
+    tie: float = TIE,
 ) -> dict[str, Any]:
     """All phases of one run; see ``benchmarks.report`` for what is made of it."""
     found: dict[str, Any] = {}
-    async with Client(deployment.urls, vocabulary) as client:
+    async with Client(deployment.urls, vocabulary, tie=tie) as client:
         capacity = (await client.state())["memory_usage"]["token_capacity"]
         # Buffers, threads and connections that the first requests would wait for: each server, a long and a short one.
         warm = [phase.requests[0]._replace(arrival=0.0, output_tokens=2) for phase in phases[:1]] * len(deployment.urls)
@@ -247,7 +260,8 @@ def one_run(
     logs = given.results / "logs" / f"{turn}-{served.name}"
     logs.parent.mkdir(exist_ok=True)
     flags = ["--skip-tokenizer-init", "--sleep-on-idle", "--incremental-streaming-output"]
-    flags += ["--chunked-prefill-size", str(given.chunk), "--dtype", "float32", "--random-seed", "1"]
+    flags += ["--chunked-prefill-size", str(given.chunk), "--random-seed", "1"]
+    flags += [] if given.gpu else ["--dtype", "float32"]
     flags += shlex.split(given.server_args)
     done = [path for t, n in schedule(given.deployments, given.turns) if (path := path_of(given, t, n)).exists()]
     reference = json.loads(done[0].read_text()) if done else None
@@ -256,7 +270,8 @@ def one_run(
         progress("starting")
         with running(served, folder, flags, network, logs, given.start_seconds) as deployment:
             ready = time.monotonic() - started
-            measuring = measure(served, deployment, phases, vocabulary, reference, progress)
+            tie = ROUNDED_TIE if given.gpu else TIE
+            measuring = measure(served, deployment, phases, vocabulary, reference, progress, tie)
             found = asyncio.run(asyncio.wait_for(measuring, given.run_minutes * 60))
     return {"deployment": served.name, "turn": turn, "load": load, "start_seconds": ready, **found}
 
@@ -328,7 +343,8 @@ def main(argv: list[str]) -> int:
         known = given.results / "settings.json"
         settings = json.loads(known.read_text()) if known.exists() else None
         if settings is None:
-            machine = floor.calibrate(link=given.rate_mbit * 1e6 / 8 or None)
+            link = given.rate_mbit * 1e6 / 8 or None
+            machine = floor.Machine.of_gpus(GPUS[given.gpu], given.ranks) if given.gpu else floor.calibrate(link=link)
             settings = about(given, argv, machine, model, phases)
             write(known, json.dumps(settings, indent=1) + "\n")
         elif settings["work"] != json.loads(json.dumps(_work(given, phases))):

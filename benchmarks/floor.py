@@ -51,6 +51,11 @@ class Machine:
     bandwidth: float
     link: float | None = None
 
+    @classmethod
+    def of_gpus(cls, gpu: Hardware, ranks: int) -> Machine:
+        """GPUs by their data sheet, one a rank. FP8 arithmetic is counted as 16-bit: too slow by two."""
+        return cls(ranks, gpu.flops, gpu.bandwidth, gpu.link)
+
     def share(self, ranks: int, busy: int) -> Profile:
         """What each of ``busy`` ranks has of the machine when ``ranks`` are deployed: no more than its own threads."""
         cores = min(self.cores / busy, max(1, self.cores // ranks))

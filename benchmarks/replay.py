@@ -19,6 +19,7 @@ import aiohttp
 from sgl_shift.traces import Request, prompt_ids
 
 TIE = 1e-3  # nats between the two best tokens below which float32 kernels of different shapes may choose either
+ROUNDED_TIE = 0.2  # the same for bfloat16 and FP8, whose last digit is 0.4 and 6% of a value
 
 
 class Phase(NamedTuple):
@@ -68,8 +69,8 @@ class Record:
 class Client:
     """Of one deployment; requests are dealt to its servers in turn."""
 
-    def __init__(self, urls: Sequence[str], vocabulary: int, poll_seconds: float = 2.0) -> None:
-        self.urls, self.vocabulary, self.poll_seconds = list(urls), vocabulary, poll_seconds
+    def __init__(self, urls: Sequence[str], vocabulary: int, poll_seconds: float = 2.0, tie: float = TIE) -> None:
+        self.urls, self.vocabulary, self.poll_seconds, self.tie = list(urls), vocabulary, poll_seconds, tie
 
     async def __aenter__(self) -> Client:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
@@ -173,7 +174,7 @@ class Client:
         body |= {"return_logprob": True, "top_logprobs_num": 2}
         async with self._http.post(self._url(index) + "/generate", json=body) as answer:
             first, second = (await answer.json())["meta_info"]["output_top_logprobs"][0][:2]
-        return bool(first[0] - second[0] < TIE)
+        return bool(first[0] - second[0] < self.tie)
 
     async def differences(self, phase: Phase, expected: list[list[int]], records: list[Record]) -> dict[str, Any]:
         """How the answers differ from the expected ones; those that part at a tie are counted as ties."""
