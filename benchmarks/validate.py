@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import NamedTuple
@@ -127,29 +127,24 @@ def bursts(efficiency: Efficiency) -> Iterator[Row]:
 
 def azure(efficiency: Efficiency) -> Iterator[Row]:
     requests = azure_code(TRACES / "azure_code_2023.csv", Scale(seconds=900))
-    for name, deployment in _llama_on_h200(efficiency).items():
-        minutes = simulate(deployment, requests).seconds / 60
-        yield Row(
-            "2.5 Azure code, Llama-70B FP8, 8 H200",
-            f"{name} to play 15 min",
-            "min",
-            published.AZURE_MINUTES[name],
-            minutes,
-        )
+    table = "2.5 Azure code, Llama-70B FP8, 8 H200"
+    yield from _minutes(table, _llama_on_h200(efficiency), requests, published.AZURE_MINUTES)
 
 
 def conversation(efficiency: Efficiency) -> Iterator[Row]:
     model = ModelShape.from_config(CONFIGS["Qwen3-32B FP8"], fp8_kv=True)
     requests = mooncake(TRACES / "mooncake_conversation_15min.jsonl")
-    for name, deployment in deployments(model, Profile(GPUS["h200"], efficiency), 8).items():
+    served = deployments(model, Profile(GPUS["h200"], efficiency), 8)
+    yield from _minutes("2.5 Mooncake, Qwen3-32B FP8, 8 H200", served, requests, published.MOONCAKE_MINUTES)
+
+
+def _minutes(
+    table: str, served: Mapping[str, Deployment], requests: Sequence[Request], expected: Mapping[str, float]
+) -> Iterator[Row]:
+    """How long each deployment takes for a trace of 15 minutes."""
+    for name, deployment in served.items():
         minutes = simulate(deployment, requests).seconds / 60
-        yield Row(
-            "2.5 Mooncake, Qwen3-32B FP8, 8 H200",
-            f"{name} to play 15 min",
-            "min",
-            published.MOONCAKE_MINUTES[name],
-            minutes,
-        )
+        yield Row(table, f"{name} to play 15 min", "min", expected[name], minutes)
 
 
 def radar(efficiency: Efficiency) -> Iterator[Row]:

@@ -6,8 +6,8 @@ is translated by ``sgl_shift_patches.model_runner``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -129,11 +129,20 @@ class ShiftParallel:
     ) -> Any:
         """Run a batch that a graph is captured of: not a batch that counts, but what its replays will be counted as."""
         before = dict(self.stats.bytes_sent)
-        output = self._run(configuration, stock, base, batch)
-        sent = {kind: now - before[kind] for kind, now in self.stats.bytes_sent.items()}
-        self.stats.bytes_sent.update(before)
+        with self.stats.paused():
+            output = self._run(configuration, stock, base, batch)
+            sent = {kind: now - before[kind] for kind, now in self.stats.bytes_sent.items()}
         self.captured.setdefault(batch.kind, {})[batch.num_tokens] = Captured(configuration, chosen, sent)
         return output
+
+    @contextmanager
+    def forcing(self, configuration: Configuration | None) -> Iterator[None]:
+        """Inside, batches that base can take run in ``configuration``; None: as the settings choose."""
+        self.forced = configuration
+        try:
+            yield
+        finally:
+            self.forced = None
 
     def record_replay(self, kind: Kind, num_tokens: int) -> None:
         """Count a batch that a graph ran: the smallest that it fits in, to which SGLang pads it."""

@@ -102,7 +102,6 @@ def capture_and_warm_up(scheduler: Any) -> dict[str, Any]:
 
     ran: list[Any] = []
     model_runner.in_both_configurations(lambda graph_runner: ran.append(str(shift.forced)), runner.eager_runner)
-    runner.attn_backend.get_cuda_graph_seq_len_fill_value = lambda: 1  # torch_native has none; FlashInfer's
     before = dict(shift.stats.batches)
     model_runner.run_base_once(runner, shift)
     return {

@@ -84,6 +84,14 @@ def test_a_weight_cut_along_columns(copy):
 # --- in the ranks of real engines ---
 
 
+def in_model_order(weight: SharedWeight) -> torch.Tensor:
+    """The base weight as SGLang's loader would have it."""
+    ours = weight.base.data
+    if weight.cut.parts and not weight.cut.copy:  # shard by shard
+        ours = assemble(ours.view(weight.sp_size, -1, *ours.shape[1:]), weight.cut)
+    return ours.t() if weight.base.transposed else ours
+
+
 def inspect_weights(scheduler: Any) -> dict[str, Any]:
     """Compare the base stack with one that is read from the checkpoint; write through it and look at the TP weights."""
     from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import _resolve_transformer_layer_model as stack
@@ -100,9 +108,7 @@ def inspect_weights(scheduler: Any) -> dict[str, Any]:
     differ, separate = [], []
     for name, parameter in base.items():
         weight = cuts[id(parameter)]
-        ours = parameter
-        if weight.cut.parts and not weight.cut.copy:  # shard by shard
-            ours = assemble(parameter.view(shift.layout.sp_size, -1, *parameter.shape[1:]), weight.cut)
+        ours = in_model_order(weight)
         if ours.shape != expected[name].shape or not torch.equal(ours, expected[name]):
             differ.append(name)
         if weight.tp.data.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
@@ -190,7 +196,7 @@ def test_weights_that_cannot_be_shared_are_read_again(start):
     info = host.info()
     assert "asks for it" in info["separate_weights"]
     assert info["weight_bytes"]["resident"] > 1.4 * info["weight_bytes"]["base"]
-    assert host.call(_update_from_disk, "/nowhere") == [False, True]
+    assert host.call(update_from_disk, "/nowhere") == [False, True]
 
 
 def forget_buffers(scheduler: Any) -> int:
@@ -287,7 +293,7 @@ def test_a_start_that_leaves_no_room_says_who_takes_what(start, tmp_path):
 # --- weights that change at run time ---
 
 
-def _update_from_disk(engine: Any, folder: str) -> list[bool]:
+def update_from_disk(engine: Any, folder: str) -> list[bool]:
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
     request = UpdateWeightFromDiskReqInput(model_path=folder)
@@ -374,9 +380,9 @@ def test_updates_reach_both_configurations(world, sp, start, checkpoint):
         return answers[0]
 
     serves(DENSE)
-    assert host.call(_update_from_disk, str(checkpoint(NEW)))[0]
+    assert host.call(update_from_disk, str(checkpoint(NEW)))[0]
     serves(NEW)
-    assert not host.call(_update_from_disk, "/nowhere")[0]
+    assert not host.call(update_from_disk, "/nowhere")[0]
     serves(NEW)
     host.call(_update_from_tensors, list(weights(DENSE).items()))
     serves(DENSE)
@@ -389,7 +395,7 @@ def test_updates_reach_both_configurations(world, sp, start, checkpoint):
     host.call(_update_from_trainer, port, world, new)
     trainer.join()
     serves(NEW)
-    assert host.call(_update_from_disk, str(checkpoint(DENSE)))[0]
+    assert host.call(update_from_disk, str(checkpoint(DENSE)))[0]
     serves(DENSE)
     checksum = host.call(_check_weights, "checksum")
 
@@ -405,6 +411,6 @@ def test_updates_reach_both_configurations(world, sp, start, checkpoint):
     host.call(_check_weights, "reset_tensors")
     with pytest.raises(AssertionError):
         parity.assert_close(changed, both_agree(), "reset")
-    assert host.call(_update_from_disk, str(checkpoint(DENSE)))[0]
+    assert host.call(update_from_disk, str(checkpoint(DENSE)))[0]
     serves(DENSE)
     assert host.call(_check_weights, "checksum") == checksum

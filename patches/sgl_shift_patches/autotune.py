@@ -170,15 +170,12 @@ class Steps:
             self.buffers = runner._alloc_dummy_decode_buffers(
                 -(-self.most // self.width), num_tokens_per_req=self.width, allocate_logits_buffer=False
             )
-        self.shift.forced = configuration
-        try:
+        with self.shift.forcing(configuration):
             if self.kind == "prefill":  # one request without a prefix
                 mode = {"forward_mode_override": ForwardMode.EXTEND, "extend_num_tokens_per_req": tokens}
                 runner._dummy_run(batch_size=1, buffers=self.buffers, run_ctx=around, **mode)
             else:
                 runner._dummy_run(batch_size=tokens // self.width, buffers=self.buffers, run_ctx=around)
-        finally:
-            self.shift.forced = None
 
     def _slowest(self, *numbers: float) -> list[float]:
         from sglang.srt.runtime_context import get_parallel

@@ -18,7 +18,7 @@ from sgl_shift.forward import TOKEN_DIM, Batch, ShiftParallel
 from sgl_shift.layout import HeadLayout, LayoutError
 from sgl_shift.policy import Configuration
 from sgl_shift.weights import weight_bytes
-from sgl_shift_patches import radix_attention, state, weights
+from sgl_shift_patches import autotune, radix_attention, state, weights
 
 logger = logging.getLogger(__name__)
 
@@ -322,11 +322,8 @@ def in_both_configurations(original: Callable[..., Any], graph_runner: Any, *arg
         original(graph_runner, *args, **kwargs)
         return
     for configuration in Configuration:
-        shift.forced = configuration
-        try:
+        with shift.forcing(configuration):
             original(graph_runner, *args, **kwargs)
-        finally:
-            shift.forced = None
 
 
 def warm_up_base(_result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -344,12 +341,8 @@ def warm_up_base(_result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def run_base_once(runner: Any, shift: ShiftParallel) -> None:
-    """A decode batch of zeros, as ``BaseRunner._flashinfer_autotune`` runs one."""
-    batch_size = min(shift.layout.sp_size, runner.max_running_requests)
-    buffers = runner.eager_runner._alloc_dummy_decode_buffers(batch_size)
-    shift.forced = Configuration.BASE
-    try:
-        with runner.eager_runner.model_context():
-            runner.eager_runner._dummy_run(batch_size=batch_size, buffers=buffers)
-    finally:
-        shift.forced = None
+    """One batch of zeros, of as many tokens a request as SGLang's decode batches have."""
+    requests = min(shift.layout.sp_size, runner.max_running_requests)
+    tokens = requests * autotune.tokens_per_request(runner)
+    with runner.eager_runner.model_context():
+        autotune.Steps(shift, runner.eager_runner, autotune.kinds(runner)[0], tokens)(tokens, Configuration.BASE)

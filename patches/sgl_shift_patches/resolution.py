@@ -148,7 +148,7 @@ def plan_graphs(server_args: Any, shift: ShiftConfig) -> ShiftConfig:
         return shift
     threshold = shift.settings.threshold
     if graphs.decode.backend != "disabled" and graphs.decode.bs and shift.settings.mode == "shift":
-        width = arguments.speculative_num_draft_tokens or 1
+        width = _decode_width(arguments)
         sizes = [size * width for size in graphs.decode.bs]
         snapped = min((size for size in sizes if size >= threshold), default=threshold)
         if snapped != threshold and threshold > min(sizes):
@@ -168,6 +168,11 @@ def plan_graphs(server_args: Any, shift: ShiftConfig) -> ShiftConfig:
     return shift
 
 
+def _decode_width(arguments: Any) -> int:
+    """Tokens of a request in a decode graph."""
+    return int(arguments.speculative_num_draft_tokens or 1)
+
+
 def captured_graphs(server_args: Any, shift: ShiftConfig) -> list[str]:
     """The tokens of the graphs that will be captured, and in which configuration; for people."""
     from sglang.srt.arg_groups.overrides import resolving_view
@@ -179,7 +184,7 @@ def captured_graphs(server_args: Any, shift: ShiftConfig) -> list[str]:
         now = getattr(graphs, kind, None)
         if now is None or now.backend == "disabled" or not now.bs:
             continue
-        width = (arguments.speculative_num_draft_tokens or 1) if kind == "decode" else 1
+        width = _decode_width(arguments) if kind == "decode" else 1
         held: dict[str, list[int]] = {}
         for size in now.bs:
             able = shift.loads_base and not arguments.enable_lora
